@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import re
 import socket
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
+import jax.interpreters.ad
+import jax.interpreters.batching
+import jax.interpreters.mlir
+import jaxlib
 from jax._src import distributed as _distributed
 from jaxlib import _jax
+
+from jax_symmkv import _core
 
 _HEARTBEAT_TIMEOUT_S = 100  # JAX's own default
 
@@ -64,3 +76,120 @@ def connect(address: str, num_processes: int, process_id: int) -> None:
 def coordination_client() -> Any | None:
     """The client of JAX's coordination service, or None when `jax.distributed` is not initialized."""
     return _distributed.global_state.client
+
+
+# --- the XLA FFI ---------------------------------------------------------------------------------
+
+
+def runtime_ffi_version() -> tuple[int, int]:
+    """(major, minor) of the XLA FFI that the running jaxlib speaks, from the headers it ships."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+    return int(found["MAJOR"]), int(found["MINOR"])
+
+
+def check_ffi_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
+    """Raises ImportError if handlers of version `built` can't run under `runtime`.
+
+    XLA itself would queue such a handler and break the whole backend when it initializes.
+    """
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        raise ImportError(
+            f"jax_symmkv was built for XLA FFI {built[0]}.{built[1]}, but jaxlib "
+            f"{jaxlib.__version__} speaks {runtime[0]}.{runtime[1]}; upgrade jaxlib, or rebuild "
+            "jax_symmkv against headers that are no newer"
+        )
+
+
+@functools.cache
+def register_targets() -> None:
+    """Registers the custom call targets with XLA, once; touches no backend.
+
+    Raises:
+      ImportError: the running jaxlib can't take them. Nothing is registered then.
+    """
+    check_ffi_version(_core.FFI_VERSION, runtime_ffi_version())
+    for platform, targets in _core.registrations().items():
+        for name, capsule in targets.items():
+            jax.ffi.register_ffi_target(name, capsule, platform=platform)
+
+
+# --- shard_map: which axes are manual, and what varies over them ---------------------------------
+
+
+def manual_mesh() -> tuple[jax.sharding.AbstractMesh | None, frozenset[str]]:
+    """The mesh of the shard_map being traced and its manual axes; (None, {}) outside of one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None, frozenset()
+    return mesh, frozenset(mesh.manual_axes)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The mesh axes over which shard_map's check_vma takes `x` to vary; empty without it."""
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)  # since jax 0.10
+    axes: frozenset[str] = aval.vma if manual is None else manual.varying
+    return axes
+
+
+def vary_alike(arrays: Sequence[jax.Array], axes: frozenset[str]) -> list[jax.Array]:
+    """The arrays, typed as varying over `axes` too; no operation in the compiled program."""
+    aligned = []
+    for x in arrays:
+        lacking = tuple(sorted(axes - varying_axes(x)))
+        aligned.append(jax.lax.pcast(x, lacking, to="varying") if lacking else x)
+    return aligned
+
+
+# --- transformations that an exchange can't have -------------------------------------------------
+
+# An identity that stands before every call. It disappears in lowering; under vmap or grad its rules say
+# what is wrong in this package's words, wherever in a nest of jits and scans the transformation applies.
+_plain_p = jax.extend.core.Primitive("symmkv_operands")
+_plain_p.multiple_results = True
+
+
+@_plain_p.def_impl
+def _plain_impl(*arrays: jax.Array, op: str) -> list[jax.Array]:
+    return list(arrays)
+
+
+@_plain_p.def_abstract_eval
+def _plain_abstract(*avals: Any, op: str) -> list[Any]:
+    return list(avals)
+
+
+def _plain_batch(args: Any, dims: Any, *, op: str) -> Any:
+    raise TypeError(
+        f"{op}: vmap over an exchange is not supported: every rank makes one exchange with one plan; "
+        "put the batch into the pages of one call, or call it once per element"
+    )
+
+
+def _plain_jvp(primals: Any, tangents: Any, *, op: str) -> Any:
+    raise TypeError(
+        f"{op}: an exchange is not differentiable; it serves prefill. Wrap its operands in "
+        "jax.lax.stop_gradient, or use collective_compose where gradients must flow"
+    )
+
+
+jax.interpreters.batching.primitive_batchers[_plain_p] = _plain_batch
+jax.interpreters.ad.primitive_jvps[_plain_p] = _plain_jvp
+jax.interpreters.mlir.register_lowering(_plain_p, lambda ctx, *operands, op: operands)
+
+
+def refuse_transforms(op: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, such that vmap and grad of what follows raise a TypeError that names `op`."""
+    plain: list[jax.Array] = _plain_p.bind(*arrays, op=op)
+    return plain
+
+
+# --- process exit --------------------------------------------------------------------------------
+
+
+def drain() -> None:
+    """Waits for the programs whose results are still alive; their errors are the caller's to see."""
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):
+            array.block_until_ready()

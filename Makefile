@@ -1,0 +1,43 @@
+# Every target sets up what it needs in a virtual environment of its own; see README.md.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(shell find ffi -name '*.h' -o -name '*.cc')
+CXX_FILES := $(shell find ffi -name '*.h' -o -name '*.cc')
+
+.PHONY: demo test bench lint format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m jax_symmkv demo
+
+test: $(VENV)/.installed
+	$(BIN)/python tests/run_suite.py unit distributed faults
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m jax_symmkv bench
+
+lint: $(VENV)/.linters
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/mypy
+
+format: $(VENV)/.linters
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+# Editable, with the module that the negative control of the protocol test needs.
+$(VENV)/.installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[cli,test]' \
+	  --config-settings=cmake.define.SYMMKV_TEST_CONTROLS=ON
+	touch $@
+
+$(VENV)/.linters: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[cli,test,dev]' \
+	  --config-settings=cmake.define.SYMMKV_TEST_CONTROLS=ON
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

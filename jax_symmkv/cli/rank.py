@@ -1,0 +1,63 @@
+"""What a launched rank executes: connects jax.distributed, then runs the user's program as python would.
+
+`python -m jax_symmkv.cli.rank script.py args...`, with the launcher's variables in the environment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import runpy
+import signal
+import sys
+
+# JAX's own name where it has one. A script may read them, too: they cost no backend.
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+NUM_PROCESSES = "JAX_NUM_PROCESSES"
+PROCESS_ID = "JAX_PROCESS_ID"
+LAUNCHER_PID = "SYMMKV_LAUNCHER_PID"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    die_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A pipe's default, whole blocks, would hold lines back, and lose them when the rank is killed.
+            stream.reconfigure(line_buffering=True)
+    from jax_symmkv import compat
+
+    compat.connect(
+        os.environ[COORDINATOR], int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
+    )
+    run_as_python_would(sys.argv[1:])
+
+
+def die_with_launcher(launcher_pid: int) -> None:
+    """Has the kernel end this process when the launcher ends.
+
+    A launcher that is killed by SIGKILL can end nobody, and its ranks would wait for each other forever.
+    Set here and not between fork and exec: Python code there can deadlock, since the launcher has threads.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher_pid:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_as_python_would(argv: list[str]) -> None:
+    """Runs `script.py args...` or `-m module args...` as `__main__`."""
+    if argv[0] == "-m":
+        sys.argv = argv[1:]  # run_module replaces the first by the module's path
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    script = argv[0]
+    sys.argv = argv
+    if not sys.flags.safe_path:  # so far it is the working directory, as for every `-m`
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""The symmetric heap: sizing, creation, agreement, check, close."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import hashlib
+import json
+import logging
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_symmkv import _core, compat
+from jax_symmkv.errors import HeapError, PeerError
+from jax_symmkv.rendezvous import Rendezvous
+from jax_symmkv.sizing import Page, Sizing, size_heap
+
+_log = logging.getLogger("jax_symmkv")
+
+_TRANSPORTS = ("auto", "shm", "collective")
+# A wait polls this long before it sleeps, where every rank of the host has a core of its own.
+_SPIN_US = 100
+# Exchanges done when a heap is new.
+_FIRST_EPOCH = 0
+
+# How often this process has created a heap on a mesh and axis; the same on every process of the mesh.
+_serials: collections.Counter[str] = collections.Counter()
+_open_heaps: dict[int, SymmetricHeap] = {}
+
+
+class SymmetricHeap:
+    """Symmetric memory of the groups along one axis of a mesh: staging and flags, mapped once.
+
+    Creation is collective over the processes of the mesh, and so is its outcome: every rank gets the
+    transport or none does, and what fails on one rank is an error on all. Usable as a context manager.
+
+    Args:
+      mesh: the mesh of the programs that will use the heap. Every index of its other axes is a group of
+        its own.
+      axis_name: the context-parallel axis.
+      page: this device's shard of one page as a `jax.ShapeDtypeStruct`, or a tuple of them (K, V, …) for
+        a tuple of dense buffers. Each page's size must be a multiple of 16 bytes.
+      max_current_pages: slots, the most current pages of a batch (`current_page_cap`). `SYMMKV_HEAP_MB`
+        can lower it; the agreed value is the attribute of this name.
+      max_prefix_pages: further slots for prefix pages where pools can't be mapped.
+      transport: "auto", or one of "shm" and "collective" to accept nothing else. "auto" falls back to
+        "collective" with one logged line. `SYMMKV_TRANSPORT` overrides it.
+      timeout_s: how long a rank waits for the others, in creation and in every exchange.
+        `SYMMKV_TIMEOUT_S` overrides it.
+
+    Attributes:
+      transport: what the ranks agreed on.
+      cp_size: ranks in a group.
+      nbytes: bytes of one rank's slab: flags and `2 * (max_current_pages + max_prefix_pages)` pages.
+
+    Raises:
+      HeapError: an argument is unusable or differs between processes, a process did not take part within
+        the deadline, or the demanded transport can't be had.
+    """
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        axis_name: str,
+        *,
+        page: Page,
+        max_current_pages: int,
+        max_prefix_pages: int = 0,
+        transport: str = "auto",
+        timeout_s: float = 300.0,
+    ) -> None:
+        groups = _groups(mesh, axis_name)
+        self.mesh = mesh
+        self.axis_name = axis_name
+        self.cp_size = int(groups.shape[1])
+        self._closed = False
+        self._contexts: dict[int, _core.ShmContext] = {}  # by jax device id
+        self.timeout_s = float(os.environ.get("SYMMKV_TIMEOUT_S", timeout_s))
+        if not self.timeout_s > 0:
+            raise HeapError(f"SymmetricHeap: timeout_s must be positive, got {self.timeout_s:g}")
+        compat.register_targets()
+
+        name = _rendezvous_name(mesh, axis_name)
+        processes = [d.process_index for d in groups.flat]
+        with Rendezvous(name, processes, self.timeout_s) as rendezvous:
+            wanted = _transport(transport, groups)
+            sizing = size_heap(page, max_current_pages, max_prefix_pages)
+            sizing = _agree_sizing(rendezvous, sizing, wanted)
+            self.page = sizing.page
+            self.is_tuple = sizing.is_tuple
+            self.max_current_pages = sizing.max_current_pages
+            self.max_prefix_pages = sizing.max_prefix_pages
+            self.heap_id = _heap_id(name, sizing)
+            self.transport = self._agree_transport(rendezvous, groups, sizing, wanted)
+        self.nbytes = 0 if self.transport == "collective" else sizing.slab_nbytes(self.cp_size)
+        for device, context in self._contexts.items():
+            context.register(self.heap_id, device)
+        if not _open_heaps:
+            # After jax's own handlers, so it runs before them.
+            atexit.unregister(_close_at_exit)
+            atexit.register(_close_at_exit, os.getpid())
+        _open_heaps[self.heap_id] = self
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def num_local_devices(self) -> int:
+        """Devices of the mesh that this process drives."""
+        return sum(d.process_index == jax.process_index() for d in self.mesh.devices.flat)
+
+    def check(self) -> None:
+        """Raises what went wrong so far; a sound heap returns.
+
+        Exact when this process's programs have ended (`block_until_ready`). The heap is drained if,
+        after a synchronisation of all ranks, it returns on every one.
+
+        Raises:
+          PeerError: an exchange failed, with its rank, missing ranks, epoch and phase.
+          HeapError: the heap is closed, or a rank arrived at an exchange that this rank does not know.
+        """
+        if self._closed:
+            raise HeapError("check: the heap is closed; check it before close()")
+        for context in self._contexts.values():
+            poisoned = context.poisoned()
+            if poisoned is not None:
+                message, rank, missing, epoch, phase = poisoned
+                raise PeerError(message, rank=rank, missing=missing, epoch=epoch, phase=phase)
+            undrained = context.undrained()
+            if undrained is not None:
+                raise HeapError(f"check: {undrained}; dispatch the same programs on every rank")
+
+    def close(self) -> None:
+        """Ends the heap: waits for this process's call in progress, tells the peers, unmaps. Idempotent.
+
+        Block on the results of the last program first. A peer's program that needs this rank after that
+        fails with a message that says so. Shared memory stays with the peers until they close too.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        _open_heaps.pop(self.heap_id, None)
+        for device, context in self._contexts.items():
+            _core.unregister(self.heap_id, device)
+            context.close()
+
+    def __enter__(self) -> SymmetricHeap:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.transport
+        return (
+            f"SymmetricHeap({self.axis_name!r}, cp_size={self.cp_size}, {state}, "
+            f"max_current_pages={self.max_current_pages}, nbytes={self.nbytes})"
+        )
+
+    def _agree_transport(
+        self, rendezvous: Rendezvous, groups: np.ndarray, sizing: Sizing, wanted: str
+    ) -> str:
+        if wanted == "collective":
+            return wanted
+        failures = self._map_shm(rendezvous, groups, sizing)
+        if not failures:
+            return "shm"
+        for context in self._contexts.values():
+            context.close()
+        self._contexts.clear()
+        _core.sweep_stale_segments()  # of a process that died in the middle
+        process, why = min(failures.items())
+        text = f"shared memory can't be used: process {process}: {why}"
+        if wanted == "shm":
+            raise HeapError(f"SymmetricHeap: {text}; transport='auto' would fall back to collectives")
+        if process == jax.process_index():
+            _log.warning("SymmetricHeap: %s; falling back to collectives", text)
+        return "collective"
+
+    def _map_shm(
+        self, rendezvous: Rendezvous, groups: np.ndarray, sizing: Sizing
+    ) -> dict[int, str]:
+        """Creates this process's slabs and maps the peers'. Agreement by doing: see Rendezvous.agree.
+
+        Returns the failures by process, the same on every process; empty when all could.
+        """
+        me = jax.process_index()
+        records = rendezvous.exchange({"boot_id": _boot_id()})
+        hosts = {r["boot_id"] for r in records.values()}
+        if len(hosts) > 1:
+            return {p: "not on the host of process 0" for p in records if p}
+        crowded = groups.size > len(os.sched_getaffinity(0))
+
+        segments: dict[str, Any] = {}
+        failure = None
+        try:
+            _core.sweep_stale_segments()
+            for group in groups:
+                for rank, device in enumerate(group):
+                    if device.process_index != me:
+                        continue
+                    nonce = secrets.randbits(64)
+                    context = self._contexts[device.id] = _core.ShmContext(
+                        rank=rank,
+                        cp_size=self.cp_size,
+                        num_slots=sizing.num_slots,
+                        page_nbytes=sizing.page_nbytes,
+                        nonce=nonce,
+                        first_epoch=_FIRST_EPOCH,
+                        timeout_ms=max(1, int(self.timeout_s * 1000)),
+                        spin_us=0 if crowded else _SPIN_US,
+                    )
+                    segments[str(device.id)] = [context.segment_name, nonce]
+        except RuntimeError as error:
+            failure = str(error)
+        records = rendezvous.exchange({"failure": failure, "segments": segments})
+        failures = {p: r["failure"] for p, r in records.items() if r["failure"] is not None}
+        if failures:
+            return failures
+
+        every: dict[str, tuple[str, int]] = {}
+        for record in records.values():
+            every.update(record["segments"])
+        try:
+            for group in groups:
+                names, nonces = zip(*(every[str(d.id)] for d in group), strict=True)
+                for device in group:
+                    if device.process_index == me:
+                        self._contexts[device.id].map(names, nonces)
+        except RuntimeError as error:
+            failure = str(error)
+        failures = rendezvous.agree(failure)
+        if failures:
+            return failures
+
+        # Everybody has mapped, so the names have served; a process killed from here on leaves nothing.
+        try:
+            for context in self._contexts.values():
+                context.unlink()
+                context.verify_greetings()
+        except RuntimeError as error:
+            failure = str(error)
+        return rendezvous.agree(failure)
+
+
+def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
+    """The devices as [groups, cp_size], ranks along the axis."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(f"SymmetricHeap: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if axis_name not in mesh.axis_names:
+        raise HeapError(
+            f"SymmetricHeap: the mesh has axes {mesh.axis_names}, none is {axis_name!r}; "
+            "pass the name of its context-parallel axis"
+        )
+    axis = mesh.axis_names.index(axis_name)
+    groups = np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.devices.shape[axis])
+    if all(d.process_index != jax.process_index() for d in groups.flat):
+        raise HeapError(
+            f"SymmetricHeap: process {jax.process_index()} drives no device of the mesh; "
+            "create the heap on the processes of the mesh alone"
+        )
+    return groups
+
+
+def _transport(transport: str, groups: np.ndarray) -> str:
+    wanted = os.environ.get("SYMMKV_TRANSPORT", transport)
+    platform = groups.flat[0].platform
+    if wanted not in _TRANSPORTS:
+        raise HeapError(f"SymmetricHeap: transport must be one of {_TRANSPORTS}, got {wanted!r}")
+    if platform != "cpu" and wanted == "shm":
+        raise HeapError(f"SymmetricHeap: transport 'shm' is for platform cpu, the mesh is {platform}")
+    if groups.shape[1] > _core.MAX_RANKS and wanted == "shm":
+        raise HeapError(
+            f"SymmetricHeap: transport 'shm' takes {_core.MAX_RANKS} ranks a group, "
+            f"the axis has {groups.shape[1]}"
+        )
+    mappable = platform == "cpu" and groups.shape[1] <= _core.MAX_RANKS
+    return wanted if mappable else "collective"
+
+
+def _rendezvous_name(mesh: jax.sharding.Mesh, axis_name: str) -> str:
+    """Names this creation: the same on every process, and never again in their lives."""
+    key = json.dumps([[d.id for d in mesh.devices.flat], mesh.devices.shape, mesh.axis_names, axis_name])
+    _serials[key] += 1
+    return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/{_serials[key]}"
+
+
+def _heap_id(name: str, sizing: Sizing) -> int:
+    """63 bits that name heap and geometry: a program traced for another of either finds no context.
+
+    Stable from run to run, since it stands in the compiled program and so in the compilation cache's key.
+    """
+    key = json.dumps([name, sizing.record(), _core.LAYOUT_VERSION])
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
+
+
+def _agree_sizing(rendezvous: Rendezvous, sizing: Sizing, wanted: str) -> Sizing:
+    own = {
+        "layout version": _core.LAYOUT_VERSION,
+        "transport": wanted,
+        "first epoch": _FIRST_EPOCH,
+        **sizing.record(),
+    }
+    records = rendezvous.exchange(own | {"bounded": sizing.max_current_pages})
+    for what in own:
+        for process, record in records.items():
+            first = min(records)
+            if record[what] != records[first][what]:
+                raise HeapError(
+                    f"SymmetricHeap: {what} differs: process {first} has {records[first][what]}, "
+                    f"process {process} has {record[what]}; pass the same on every process"
+                )
+    return sizing.with_slots(min(r["bounded"] for r in records.values()))
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _close_at_exit(pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child: the heaps are its parent's
+    compat.drain()
+    for heap in list(_open_heaps.values()):
+        heap.close()
