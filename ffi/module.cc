@@ -32,7 +32,11 @@ Geometry MakeGeometry(uint32_t cp_size, uint64_t num_slots,
 
 // What heap.py turns into a PeerError: (message, rank, missing, epoch, phase).
 nb::object PoisonedTuple(const ShmContext& context) {
-  const std::optional<Cause> cause = context.Poisoned();
+  std::optional<Cause> cause;
+  {
+    const nb::gil_scoped_release release;  // a call in progress may hold the context's lock for long
+    cause = context.Poisoned();
+  }
   if (!cause) return nb::none();
   nb::list missing;
   for (uint32_t r = 0; r < context.geometry().cp_size; ++r) {
@@ -91,7 +95,7 @@ NB_MODULE(SYMMKV_MODULE, m) {
           nb::arg("spin_us"))
       .def_prop_ro("segment_name", &ShmContext::segment_name)
       .def_prop_ro("rank", &ShmContext::rank)
-      .def_prop_ro("epoch", &ShmContext::epoch)
+      .def_prop_ro("epoch", &ShmContext::epoch, Wait())
       .def("map", &ShmContext::Map, nb::arg("names"), nb::arg("nonces"), Wait())
       .def("verify_greetings", &ShmContext::VerifyGreetings)
       .def("unlink", &ShmContext::Unlink)
@@ -105,7 +109,8 @@ NB_MODULE(SYMMKV_MODULE, m) {
             }
           },
           nb::arg("heap_id"), nb::arg("device"))
-      .def("close", &ShmContext::Close, Wait());
+      .def("close", &ShmContext::Close, Wait())
+      .def("abandon", &ShmContext::Abandon);
   m.def(
       "unregister",
       [](int64_t heap_id, int64_t device) { ShmRegistry().Remove(heap_id, device); },

@@ -17,6 +17,7 @@ import jax.interpreters.ad
 import jax.interpreters.batching
 import jax.interpreters.mlir
 import jaxlib
+import jaxlib.utils
 from jax._src import distributed as _distributed
 from jaxlib import _jax
 
@@ -39,20 +40,29 @@ def start_coordinator(num_processes: int) -> tuple[str, Any]:
     with socket.socket() as probe:  # the service takes no port 0
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    service = _jax.get_distributed_runtime_service(
-        f"127.0.0.1:{port}",
-        num_processes,
-        heartbeat_timeout=_HEARTBEAT_TIMEOUT_S,
-        shutdown_timeout=5,
-        recoverable=True,
-    )
+    # It warns that recoverable mode is experimental. "1", JAX's own choice, is no wish of the user's.
+    quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1"
+    if quiet:
+        jaxlib.utils.absl_set_min_log_level(2)
+    try:
+        service = _jax.get_distributed_runtime_service(
+            f"127.0.0.1:{port}",
+            num_processes,
+            heartbeat_timeout=_HEARTBEAT_TIMEOUT_S,
+            shutdown_timeout=5,
+            recoverable=True,
+        )
+    finally:
+        if quiet:
+            jaxlib.utils.absl_set_min_log_level(1)
     return f"127.0.0.1:{port}", service
 
 
 def connect(address: str, num_processes: int, process_id: int) -> None:
     """`jax.distributed.initialize` for a rank whose coordinator runs in another process.
 
-    JAX's own starts a second service in process 0; everything else is the same.
+    JAX's own would start a second service in process 0; everything else is the same. Later calls of
+    `jax.distributed.initialize`, as a program makes under Slurm or mpirun, do nothing.
     """
     jax.config.update("jax_enable_recoverability", True)
     state = _distributed.global_state
@@ -69,8 +79,32 @@ def connect(address: str, num_processes: int, process_id: int) -> None:
         heartbeat_timeout=_HEARTBEAT_TIMEOUT_S,
     )
     state.client.connect()
+    state.initialize = _already_initialized
+    if devices := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        jax.config.update("jax_cuda_visible_devices", devices)
     partition = os.environ.get("JAX_PARTITION_INDEX")
     state.partition_index = None if partition is None else int(partition)
+
+
+def _already_initialized(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Stands in for `jax.distributed.initialize` of a connected rank."""
+    state = _distributed.global_state
+    for name, asked, actual in (
+        ("num_processes", num_processes, state.num_processes),
+        ("process_id", process_id, state.process_id),
+    ):
+        if asked is not None and asked != actual:
+            raise ValueError(
+                f"jax.distributed.initialize: the launcher has made this process {state.process_id} of "
+                f"{state.num_processes}, but the program passes {name}={asked}; pass none, or start it "
+                "without the launcher"
+            )
 
 
 def coordination_client() -> Any | None:

@@ -1,7 +1,7 @@
 """Runs the registered tests of one or more suites.
 
-    python tests/run_suite.py unit distributed faults
-    python tests/run_suite.py distributed --shard 1/2 -- -x -k compose
+python tests/run_suite.py unit distributed faults
+python tests/run_suite.py distributed --shard 1/2 -- -x -k compose
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def _print_table(files: Sequence[registry.RegisteredFile]) -> None:
     for file in files:
         said = file.declared
         needs = f"  needs {', '.join(said.needs)}" if said.needs else ""
-        print(f"{file.name:{width}}  {said.suite:13}  {said.ranks:2} ranks  {said.est_s:6.1f} s{needs}")
+        print(
+            f"{file.name:{width}}  {said.suite:13}  {said.ranks:2} ranks  {said.est_s:6.1f} s{needs}"
+        )
     print(f"{len(files)} files, {sum(file.declared.est_s for file in files):.1f} s")
 
 

@@ -114,7 +114,8 @@ ShmContext::Failure ShmContext::Gather(const Batch& batch, const std::vector<Den
   const Call call(*this, Phase::kGather);
   if (auto failure = Check(Phase::kGather, batch, dense)) return failure;
   const SlabHeader& own = *peers_->own();
-  if (own.published_epoch != own.epoch) {
+  // Epoch 0: nobody has published yet.
+  if (own.published_epoch != own.epoch || own.epoch == 0) {
     return Fail(Phase::kGather,
                 own.published_epoch > own.epoch
                     ? "no barrier since publish; call barrier between publish and gather"
@@ -272,6 +273,12 @@ void ShmContext::Close() {
   // Release: a peer that sees it also sees the last arrive word of this rank.
   __atomic_store_n(&peers_->own()->closed, 1, __ATOMIC_RELEASE);
   // The memory itself lives until the last rank has unmapped it, so peers may go on reading.
+  peers_.reset();
+}
+
+void ShmContext::Abandon() {
+  created_.Abandon();
+  if (peers_ != nullptr) peers_->Abandon();
   peers_.reset();
 }
 

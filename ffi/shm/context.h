@@ -59,6 +59,9 @@ class ShmContext {
 
   // Waits for the call in progress, tells the peers, lets go. Idempotent.
   void Close();
+  // In a forked child: lets go without a word to the peers, who still have the parent. Takes no lock, since
+  // the thread that holds it may not exist here.
+  void Abandon();
 
   std::optional<Cause> Poisoned() const;
   const Geometry& geometry() const { return geometry_; }

@@ -1,6 +1,7 @@
 #include "ffi/shm/peers.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -16,6 +17,8 @@ namespace {
 
 // Between two looks at who is still alive; bounds how late a death is noticed.
 constexpr uint64_t kSleepSliceUs = 50'000;
+// How long another rank may take to write an abort record, preempted in the middle.
+constexpr uint64_t kRecordUs = 100'000;
 // Polls between two looks at the clock and the abort record.
 constexpr int kPollsPerClock = 64;
 
@@ -44,6 +47,22 @@ void WakeOwner(SlabHeader* header) {
   // Release: whoever sees the new count also sees what was written before it.
   __atomic_fetch_add(&header->wake, 1, __ATOMIC_RELEASE);
   syscall(SYS_futex, &header->wake, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// The cause in an abort record, once it is written. Should its writer die before, its death is the cause
+// that the next barrier finds.
+std::optional<Cause> Record(const SlabHeader& header) {
+  // Acquire: pairs with the release of kWritten.
+  if (__atomic_load_n(&header.abort_state, __ATOMIC_ACQUIRE) != kWritten) return std::nullopt;
+  return header.cause;
+}
+
+// The same for a record that somebody writes just now; not forever, since the writer may have died.
+std::optional<Cause> AwaitRecord(const SlabHeader& header) {
+  const uint64_t until_us = NowUs() + kRecordUs;
+  std::optional<Cause> cause;
+  while (!(cause = Record(header)) && NowUs() < until_us) sched_yield();
+  return cause;
 }
 
 }  // namespace
@@ -173,7 +192,9 @@ uint64_t Peers::Missing(uint64_t epoch) const {
   return missing;
 }
 
-void Peers::Poison(const Cause& cause) {
+void Peers::Poison(Cause cause) {
+  // In the order of ranks, everywhere: whoever comes second to the first slab carries on the cause that it
+  // finds there, so all slabs get the same.
   for (const Segment& slab : slabs_) {
     SlabHeader* const header = slab.header();
     uint32_t clear = kClear;
@@ -182,16 +203,13 @@ void Peers::Poison(const Cause& cause) {
                                     __ATOMIC_RELAXED)) {
       header->cause = cause;
       __atomic_store_n(&header->abort_state, kWritten, __ATOMIC_RELEASE);
+    } else {
+      cause = AwaitRecord(*header).value_or(cause);
     }
     WakeOwner(header);
   }
 }
 
-std::optional<Cause> Peers::Poisoned() const {
-  // Acquire: pairs with the release of kWritten. A record still being written is not there yet; should
-  // its writer die in between, its death is the cause that the next barrier finds.
-  if (__atomic_load_n(&own()->abort_state, __ATOMIC_ACQUIRE) != kWritten) return std::nullopt;
-  return own()->cause;
-}
+std::optional<Cause> Peers::Poisoned() const { return Record(*own()); }
 
 }  // namespace symmkv

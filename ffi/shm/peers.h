@@ -26,6 +26,9 @@ class Peers {
   const Segment& slab(uint32_t rank) const { return slabs_[rank]; }
   SlabHeader* own() const { return slabs_[rank_].header(); }
   void UnlinkOwn() { slabs_[rank_].Unlink(); }
+  void Abandon() {
+    for (Segment& slab : slabs_) slab.Abandon();
+  }
 
   // The mailbox barrier.
   //
@@ -40,8 +43,9 @@ class Peers {
   // Returns nothing, or the cause; the group is poisoned with it then.
   std::optional<Cause> Barrier(uint64_t epoch, uint16_t fingerprint, Phase phase);
 
-  // Records the cause in every slab whose abort record is clear, and wakes the ranks that sleep.
-  void Poison(const Cause& cause);
+  // Records the cause in every slab, and wakes the ranks that sleep. Of several causes at a time the
+  // first in the slab of rank 0 prevails on every rank.
+  void Poison(Cause cause);
   // The first cause that was recorded for this rank.
   std::optional<Cause> Poisoned() const;
 

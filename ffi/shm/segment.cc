@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -36,6 +37,32 @@ bool LockIsFree(int fd) {
   return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
+// Takes the lock if nobody else holds it.
+bool TryLock(int fd) {
+  struct flock lock = WholeFile(F_WRLCK);
+  return fcntl(fd, F_OFD_SETLK, &lock) == 0;
+}
+
+// Takes the lock; a sweep may hold it for a moment.
+bool Lock(int fd) {
+  struct flock lock = WholeFile(F_WRLCK);
+  while (fcntl(fd, F_OFD_SETLKW, &lock) != 0) {
+    if (errno != EINTR) return false;
+  }
+  return true;
+}
+
+// posix_fallocate with signals held back: the kernel gives up, and undoes, a reservation that one
+// interrupts, and a large one never ends under a profiler's timer.
+int Reserve(int fd, size_t nbytes) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int error = posix_fallocate(fd, 0, static_cast<off_t>(nbytes));
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return error;
+}
+
 std::string RandomName() {
   uint64_t bits[2];
   if (getrandom(bits, sizeof bits, 0) != sizeof bits) throw SystemError("getrandom", errno);
@@ -65,15 +92,14 @@ Segment Segment::Create(size_t nbytes) {
     segment.fd_ = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
     if (segment.fd_ < 0) throw SystemError("cannot create shared memory " + name, errno);
     segment.name_ = name;
-    struct flock lock = WholeFile(F_WRLCK);
-    if (fcntl(segment.fd_, F_OFD_SETLK, &lock) != 0) throw SystemError("cannot lock " + name, errno);
+    if (!Lock(segment.fd_)) throw SystemError("cannot lock " + name, errno);
     // A sweep may have seen the name before the lock; then it is gone, and so is this segment.
     struct stat status {};
     if (fstat(segment.fd_, &status) == 0 && status.st_nlink == 1) break;
     segment.Release();
   }
   // Reserve now: a page that can't be had later would be a SIGBUS inside a copy.
-  const int error = posix_fallocate(segment.fd_, 0, static_cast<off_t>(nbytes));
+  const int error = Reserve(segment.fd_, nbytes);
   if (error != 0) {
     throw SystemError("cannot reserve " + std::to_string(nbytes) + " bytes of shared memory in " +
                           kDirectory + " (enlarge it, or lower max_current_pages or SYMMKV_HEAP_MB)",
@@ -120,6 +146,11 @@ void Segment::Release() {
   if (fd_ >= 0) close(std::exchange(fd_, -1));
 }
 
+void Segment::Abandon() {
+  name_.clear();
+  Release();
+}
+
 int Segment::SweepStale() {
   DIR* directory = opendir(kDirectory);
   if (directory == nullptr) return 0;
@@ -129,7 +160,8 @@ int Segment::SweepStale() {
     if (name.compare(0, sizeof kPrefix - 1, kPrefix) != 0) continue;
     const int fd = shm_open(name.c_str(), O_RDWR, 0);
     if (fd < 0) continue;  // another user's, or just unlinked
-    if (LockIsFree(fd) && shm_unlink(name.c_str()) == 0) ++removed;
+    // Under the lock: an owner that is about to take it looks at the name only after.
+    if (TryLock(fd) && shm_unlink(name.c_str()) == 0) ++removed;
     close(fd);
   }
   closedir(directory);

@@ -36,6 +36,9 @@ class Segment {
   // True while the owner, another process or context, lives and has not released.
   bool OwnerAlive() const;
   void Release();
+  // In a forked child: lets go of what is the parent's. A child's descriptor would keep the lock, and so
+  // hide the parent's death.
+  void Abandon();
 
   const std::string& name() const { return name_; }
   SlabHeader* header() const { return reinterpret_cast<SlabHeader*>(base_); }

@@ -15,8 +15,10 @@ from jax_symmkv.cli.supervise import Rank, Supervisor
 EXIT_BAD_INPUT = 2
 EXIT_TIMED_OUT = 124  # as timeout(1)
 
-# Gloo greets with it on stdout, once per connection.
-_NOISE = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
+# Gloo's greeting on stdout, which also lands in the middle of lines.
+_NOISE = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+"
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def run_ranks(
     Raises:
       ValueError, FileNotFoundError: an argument that cannot be right; nothing was started.
     """
-    _check(argv, num_ranks, devices_per_rank)
+    _check(argv, num_ranks, devices_per_rank, timeout_s, grace_s)
     from jax_symmkv import compat  # imports jax: not before the arguments are known to be good
 
     captured: list[list[str]] = [[] for _ in range(num_ranks)]
@@ -102,7 +104,7 @@ def run_ranks(
             print(f"launch: {text}", file=sys.stderr, flush=True)
 
     def emit(number: int, stream: str, line: str) -> None:
-        if _NOISE.match(line):
+        if line and not (line := _NOISE.sub("", line)):
             return
         if capture:
             captured[number].append(f"{line}\n")
@@ -137,11 +139,21 @@ def run_ranks(
     )
 
 
-def _check(argv: Sequence[str], num_ranks: int, devices_per_rank: int | None) -> None:
+def _check(
+    argv: Sequence[str],
+    num_ranks: int,
+    devices_per_rank: int | None,
+    timeout_s: float | None,
+    grace_s: float,
+) -> None:
     if num_ranks < 1:
         raise ValueError(f"the number of ranks must be at least 1, got {num_ranks}; pass -n 2, say")
     if devices_per_rank is not None and devices_per_rank < 1:
         raise ValueError(f"devices per rank must be at least 1, got {devices_per_rank}")
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"the timeout must be above 0 s, got {timeout_s:g}; leave it out for none")
+    if not grace_s >= 0:
+        raise ValueError(f"the grace must be from 0 s on, got {grace_s:g}")
     if not argv:
         raise ValueError("a program is required, got none; name a script.py, or -- -m module")
     if argv[0] == "-m":
@@ -149,8 +161,10 @@ def _check(argv: Sequence[str], num_ranks: int, devices_per_rank: int | None) ->
             raise ValueError("-m requires the name of a module, got none")
     elif argv[0].startswith("-"):
         raise ValueError(f"a program must be a script, or -- -m module; got the option {argv[0]!r}")
-    elif not os.path.exists(argv[0]):
-        raise FileNotFoundError(f"script {argv[0]!r} does not exist in {os.getcwd()}; check its path")
+    elif not os.path.isfile(argv[0]):
+        raise FileNotFoundError(
+            f"script {argv[0]!r} is no file, seen from {os.getcwd()}; check its path"
+        )
 
 
 def _rank_env(
@@ -185,7 +199,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices-per-rank", type=int, metavar="K", help="CPU devices, or GPUs, of each rank"
     )
     parser.add_argument(
-        "--timeout-s", type=float, metavar="S", help="end the run after S seconds, with exit code 124"
+        "--timeout-s",
+        type=float,
+        metavar="S",
+        help="end the run after S seconds, with exit code 124",
     )
     parser.add_argument(
         "--grace-s",

@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import types
 
 # JAX's own name where it has one. A script may read them, too: they cost no backend.
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
@@ -52,11 +53,17 @@ def run_as_python_would(argv: list[str]) -> None:
         sys.argv = argv[1:]  # run_module replaces the first by the module's path
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         return
-    script = argv[0]
+    script = os.path.abspath(argv[0])
     sys.argv = argv
     if not sys.flags.safe_path:  # so far it is the working directory, as for every `-m`
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name="__main__")
+    # Not runpy.run_path: it takes the module away before threads and atexit functions have ended.
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = module
+    with io.open_code(script) as source:
+        code = compile(source.read(), script, "exec")
+    exec(code, module.__dict__)
 
 
 if __name__ == "__main__":

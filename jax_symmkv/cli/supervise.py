@@ -236,4 +236,6 @@ def describe_exit(code: int) -> str:
 
 
 def _names(ranks: Sequence[Rank]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank.number) for rank in ranks)
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(
+        str(rank.number) for rank in ranks
+    )

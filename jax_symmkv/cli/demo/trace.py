@@ -51,17 +51,17 @@ class Batch:
 def read_trace(path: pathlib.Path, num_requests: int) -> list[Request]:
     """The first `num_requests` requests of a trace: one JSON object a line, see the excerpt's NOTICE."""
     if num_requests < 1:
-        raise TraceError(f"demo: --requests must be at least 1, got {num_requests}")
+        raise TraceError(f"--requests must be at least 1, got {num_requests}")
     try:
         with path.open(encoding="utf-8") as lines:
             requests = _parse(lines, path, num_requests)
     except OSError as error:
-        raise TraceError(f"demo: cannot read the trace {path}: {error.strerror}") from error
+        raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise TraceError(f"demo: the trace {path} must be UTF-8 text: {error}") from error
+        raise TraceError(f"the trace {path} must be UTF-8 text: {error}") from error
     if len(requests) < num_requests:
         raise TraceError(
-            f"demo: --requests {num_requests} needs as many requests, but {path.name} holds "
+            f"--requests {num_requests} needs as many requests, but {path.name} holds "
             f"{len(requests)}; ask for fewer, or pass a longer trace with --trace"
         )
     return requests
@@ -82,12 +82,12 @@ def _parse(lines: Iterable[str], path: pathlib.Path, num_requests: int) -> list[
             )
         except (ValueError, KeyError, TypeError) as error:
             raise TraceError(
-                f"demo: {path}:{number} must be a JSON object with input_length and hash_ids, "
+                f"{path}:{number} must be a JSON object with input_length and hash_ids, "
                 f"got {line.strip()[:60]!r} ({type(error).__name__}: {error})"
             ) from error
         if not 0 < request.input_tokens <= HASH_BLOCK_TOKENS * len(request.hash_ids):
             raise TraceError(
-                f"demo: {path}:{number} needs 1 <= input_length <= {HASH_BLOCK_TOKENS} x hash_ids, "
+                f"{path}:{number} needs 1 <= input_length <= {HASH_BLOCK_TOKENS} x hash_ids, "
                 f"got {request.input_tokens} tokens and {len(request.hash_ids)} hash_ids"
             )
         requests.append(request)
@@ -103,7 +103,7 @@ def make_batches(
     that is longer than the budget is cut to it: it fills a batch alone.
     """
     if token_budget < 1:
-        raise TraceError(f"demo: --token-budget must be at least 1, got {token_budget}")
+        raise TraceError(f"--token-budget must be at least 1, got {token_budget}")
     lengths = [min(request.input_tokens, token_budget) for request in requests]
     waiting = list(range(len(requests)))
     batches = []
