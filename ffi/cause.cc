@@ -29,12 +29,18 @@ std::string Seconds(uint64_t timeout_ms) {
 
 const char* PhaseName(Phase phase) {
   switch (phase) {
-    case Phase::kPublish: return "publish";
-    case Phase::kBarrier: return "barrier";
-    case Phase::kGather: return "gather";
-    case Phase::kExchange: return "exchange";
-    case Phase::kTicket: return "new_ticket";
-    case Phase::kIdle: return "idle";
+    case Phase::kPublish:
+      return "publish";
+    case Phase::kBarrier:
+      return "barrier";
+    case Phase::kGather:
+      return "gather";
+    case Phase::kExchange:
+      return "exchange";
+    case Phase::kTicket:
+      return "new_ticket";
+    case Phase::kIdle:
+      return "idle";
   }
   return "unknown phase";
 }

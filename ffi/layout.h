@@ -38,7 +38,7 @@ enum class CauseCode : uint32_t { kNone = 0, kTimeout, kDied, kClosed, kDisagree
 struct Cause {
   CauseCode code;
   Phase phase;
-  uint32_t rank;        // the rank it is about
+  uint32_t rank;  // the rank it is about
   uint32_t unused;
   uint64_t epoch;       // number of the exchange, counted from 1
   uint64_t missing;     // bit r: rank r had not arrived
@@ -85,8 +85,9 @@ static_assert(offsetof(SlabHeader, epoch) == 128 && offsetof(SlabHeader, wake) =
 static_assert(offsetof(SlabHeader, abort_state) == 384 && sizeof(SlabHeader) <= kMailboxesOffset);
 static_assert(sizeof(Mailbox) == kLineNbytes && kHalvesOffset == 12288);
 
-// An arrive word carries the epoch in its upper 48 bits, which last for years, and below it the plan's
-// fingerprint, so that ranks that disagree on the batch notice before they read each other's pages.
+// An arrive word carries the epoch in its upper 48 bits, which last for years, and below it the
+// plan's fingerprint, so that ranks that disagree on the batch notice before they read each other's
+// pages.
 constexpr uint64_t ArriveWord(uint64_t epoch, uint16_t fingerprint) {
   return epoch << 16 | fingerprint;
 }
@@ -113,7 +114,8 @@ struct Geometry {
 
   constexpr uint64_t BufferOffset(uint32_t buffer) const {
     uint64_t offset = 0;
-    for (uint32_t b = 0; b < buffer; ++b) offset += AlignUp(num_slots * page_nbytes[b], kLineNbytes);
+    for (uint32_t b = 0; b < buffer; ++b)
+      offset += AlignUp(num_slots * page_nbytes[b], kLineNbytes);
     return offset;
   }
   constexpr uint64_t HalfNbytes() const { return BufferOffset(num_buffers); }

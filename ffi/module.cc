@@ -34,7 +34,8 @@ Geometry MakeGeometry(uint32_t cp_size, uint64_t num_slots,
 nb::object PoisonedTuple(const ShmContext& context) {
   std::optional<Cause> cause;
   {
-    const nb::gil_scoped_release release;  // a call in progress may hold the context's lock for long
+    const nb::gil_scoped_release
+        release;  // a call in progress may hold the context's lock for long
     cause = context.Poisoned();
   }
   if (!cause) return nb::none();
@@ -112,8 +113,7 @@ NB_MODULE(SYMMKV_MODULE, m) {
       .def("close", &ShmContext::Close, Wait())
       .def("abandon", &ShmContext::Abandon);
   m.def(
-      "unregister",
-      [](int64_t heap_id, int64_t device) { ShmRegistry().Remove(heap_id, device); },
+      "unregister", [](int64_t heap_id, int64_t device) { ShmRegistry().Remove(heap_id, device); },
       nb::arg("heap_id"), nb::arg("device"));
 }
 

@@ -79,7 +79,7 @@ def connect(address: str, num_processes: int, process_id: int) -> None:
         heartbeat_timeout=_HEARTBEAT_TIMEOUT_S,
     )
     state.client.connect()
-    state.initialize = _already_initialized
+    state.initialize = _already_initialized  # type: ignore[method-assign]
     if devices := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         jax.config.update("jax_cuda_visible_devices", devices)
     partition = os.environ.get("JAX_PARTITION_INDEX")
@@ -130,7 +130,7 @@ def check_ffi_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
     if built[0] != runtime[0] or built[1] > runtime[1]:
         raise ImportError(
             f"jax_symmkv was built for XLA FFI {built[0]}.{built[1]}, but jaxlib "
-            f"{jaxlib.__version__} speaks {runtime[0]}.{runtime[1]}; upgrade jaxlib, or rebuild "
+            f"{jaxlib.version.__version__} speaks {runtime[0]}.{runtime[1]}; upgrade jaxlib, or rebuild "
             "jax_symmkv against headers that are no newer"
         )
 
@@ -184,12 +184,10 @@ _plain_p = jax.extend.core.Primitive("symmkv_operands")
 _plain_p.multiple_results = True
 
 
-@_plain_p.def_impl
 def _plain_impl(*arrays: jax.Array, op: str) -> list[jax.Array]:
     return list(arrays)
 
 
-@_plain_p.def_abstract_eval
 def _plain_abstract(*avals: Any, op: str) -> list[Any]:
     return list(avals)
 
@@ -208,6 +206,8 @@ def _plain_jvp(primals: Any, tangents: Any, *, op: str) -> Any:
     )
 
 
+_plain_p.def_impl(_plain_impl)
+_plain_p.def_abstract_eval(_plain_abstract)
 jax.interpreters.batching.primitive_batchers[_plain_p] = _plain_batch
 jax.interpreters.ad.primitive_jvps[_plain_p] = _plain_jvp
 jax.interpreters.mlir.register_lowering(_plain_p, lambda ctx, *operands, op: operands)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """A batch that cannot be planned. Computed from batch-logical numbers, so every rank raises it or none."""
+    """A batch that cannot be planned. It follows from the batch alone, so every rank raises it or none."""
 
 
 class HeapError(RuntimeError):

@@ -184,7 +184,9 @@ class SymmetricHeap:
         process, why = min(failures.items())
         text = f"shared memory can't be used: process {process}: {why}"
         if wanted == "shm":
-            raise HeapError(f"SymmetricHeap: {text}; transport='auto' would fall back to collectives")
+            raise HeapError(
+                f"SymmetricHeap: {text}; transport='auto' would fall back to collectives"
+            )
         if process == jax.process_index():
             _log.warning("SymmetricHeap: %s; falling back to collectives", text)
         return "collective"
@@ -258,7 +260,9 @@ class SymmetricHeap:
 def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     """The devices as [groups, cp_size], ranks along the axis."""
     if not isinstance(mesh, jax.sharding.Mesh):
-        raise TypeError(f"SymmetricHeap: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+        raise TypeError(
+            f"SymmetricHeap: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}"
+        )
     if axis_name not in mesh.axis_names:
         raise HeapError(
             f"SymmetricHeap: the mesh has axes {mesh.axis_names}, none is {axis_name!r}; "
@@ -280,7 +284,9 @@ def _transport(transport: str, groups: np.ndarray) -> str:
     if wanted not in _TRANSPORTS:
         raise HeapError(f"SymmetricHeap: transport must be one of {_TRANSPORTS}, got {wanted!r}")
     if platform != "cpu" and wanted == "shm":
-        raise HeapError(f"SymmetricHeap: transport 'shm' is for platform cpu, the mesh is {platform}")
+        raise HeapError(
+            f"SymmetricHeap: transport 'shm' is for platform cpu, the mesh is {platform}"
+        )
     if groups.shape[1] > _core.MAX_RANKS and wanted == "shm":
         raise HeapError(
             f"SymmetricHeap: transport 'shm' takes {_core.MAX_RANKS} ranks a group, "
@@ -292,7 +298,9 @@ def _transport(transport: str, groups: np.ndarray) -> str:
 
 def _rendezvous_name(mesh: jax.sharding.Mesh, axis_name: str) -> str:
     """Names this creation: the same on every process, and never again in their lives."""
-    key = json.dumps([[d.id for d in mesh.devices.flat], mesh.devices.shape, mesh.axis_names, axis_name])
+    key = json.dumps(
+        [[d.id for d in mesh.devices.flat], mesh.devices.shape, mesh.axis_names, axis_name]
+    )
     _serials[key] += 1
     return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/{_serials[key]}"
 

@@ -7,6 +7,7 @@ calls: XLA keeps independent side effects in no order, and ranks that differ in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +150,7 @@ def _batch_call(
 def _call(
     target: str,
     *operands: jax.Array,
-    results: Sequence[object],
+    results: Sequence[Any],
     aliases: dict[int, int] | None = None,
     **attributes: object,
 ) -> list[jax.Array]:
@@ -169,7 +170,8 @@ def _axis_index(op: str, heap: SymmetricHeap) -> jax.Array:
     """This rank's index along the heap's axis, int32; -1 in a process-local program."""
     _check_open(op, heap)
     if _check_axes(op, heap):
-        return jax.lax.axis_index(heap.axis_name).astype(jnp.int32)
+        index: jax.Array = jax.lax.axis_index(heap.axis_name)
+        return index
     return jnp.int32(-1)
 
 

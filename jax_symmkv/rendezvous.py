@@ -87,7 +87,9 @@ class Rendezvous:
         assert self._client is not None  # the constructor saw to it
         left_ms = max(1, int((deadline - time.monotonic()) * 1000))
         try:
-            raw = self._client.blocking_key_value_get_bytes(self._key(self._round, process), left_ms)
+            raw = self._client.blocking_key_value_get_bytes(
+                self._key(self._round, process), left_ms
+            )
         except jax.errors.JaxRuntimeError as error:
             raise HeapError(
                 f"SymmetricHeap: process {process} did not take part in step {self._round} of the "

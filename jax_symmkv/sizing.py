@@ -34,8 +34,7 @@ class Sizing:
         return self.max_current_pages + self.max_prefix_pages
 
     def slab_nbytes(self, cp_size: int) -> int:
-        nbytes: int = _core.slab_nbytes(cp_size, self.num_slots, self.page_nbytes)
-        return nbytes
+        return _core.slab_nbytes(cp_size, self.num_slots, self.page_nbytes)
 
     def with_slots(self, max_current_pages: int) -> Sizing:
         return dataclasses.replace(self, max_current_pages=max_current_pages)
@@ -111,7 +110,7 @@ def _check_page(page: jax.ShapeDtypeStruct) -> None:
 
 
 def _nbytes(page: jax.ShapeDtypeStruct) -> int:
-    return math.prod(page.shape) * np.dtype(page.dtype).itemsize
+    return int(math.prod(page.shape) * np.dtype(page.dtype).itemsize)
 
 
 def _count(name: str, value: int, *, at_least: int) -> int:

@@ -19,7 +19,8 @@ int32_t RunLength(const Batch& batch, int32_t slot) {
   return end - slot;
 }
 
-constexpr char kClosedText[] = "the heap is closed; create it before the program runs and close it after";
+constexpr char kClosedText[] =
+    "the heap is closed; create it before the program runs and close it after";
 
 }  // namespace
 
@@ -255,8 +256,7 @@ void ShmContext::GatherPages(const Batch& batch, const std::vector<Dense>& dense
 }
 
 ShmContext::Failure ShmContext::Fail(Phase phase, const std::string& detail) {
-  const Cause cause =
-      MakeCause(CauseCode::kFailed, phase, rank_, peers_->own()->epoch + 1, detail);
+  const Cause cause = MakeCause(CauseCode::kFailed, phase, rank_, peers_->own()->epoch + 1, detail);
   peers_->Poison(cause);
   return Explain(peers_->Poisoned().value_or(cause));
 }
@@ -299,9 +299,8 @@ ShmContext::Failure ShmContext::Undrained() const {
   const uint64_t epoch = own.header()->epoch;
   for (uint32_t peer = 0; peer < geometry_.cp_size; ++peer) {
     const uint64_t arrived = EpochOf(__atomic_load_n(&own.mailbox(peer)->arrive, __ATOMIC_ACQUIRE));
-    const bool ahead =
-        arrived == epoch + 1 && __atomic_load_n(&peers_->slab(peer).header()->phase,
-                                                __ATOMIC_ACQUIRE) != Phase::kIdle;
+    const bool ahead = arrived == epoch + 1 && __atomic_load_n(&peers_->slab(peer).header()->phase,
+                                                               __ATOMIC_ACQUIRE) != Phase::kIdle;
     if (arrived != epoch && !ahead) {
       return "rank " + std::to_string(peer) + " arrived at exchange " + std::to_string(arrived) +
              ", this rank, " + std::to_string(rank_) + ", has done " + std::to_string(epoch);

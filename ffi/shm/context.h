@@ -59,16 +59,16 @@ class ShmContext {
 
   // Waits for the call in progress, tells the peers, lets go. Idempotent.
   void Close();
-  // In a forked child: lets go without a word to the peers, who still have the parent. Takes no lock, since
-  // the thread that holds it may not exist here.
+  // In a forked child: lets go without a word to the peers, who still have the parent. Takes no
+  // lock, since the thread that holds it may not exist here.
   void Abandon();
 
   std::optional<Cause> Poisoned() const;
   const Geometry& geometry() const { return geometry_; }
   uint32_t rank() const { return rank_; }
   uint64_t epoch() const;
-  // Nothing, or how an arrive word differs from the epoch. Exact when no exchange is in flight: a peer
-  // may be one ahead while it waits for this rank.
+  // Nothing, or how an arrive word differs from the epoch. Exact when no exchange is in flight: a
+  // peer may be one ahead while it waits for this rank.
   Failure Undrained() const;
 
  private:

@@ -1,9 +1,9 @@
-// Operands of publish, gather and exchange: ticket s32[1], current_page s32[C], current_writer s32[C],
-// num_current s32[1], fingerprint u32[1], then the dense buffers. Results: ticket, then (but for
-// publish) the dense buffers, each aliased to its operand. Attribute heap_id: s64.
+// Operands of publish, gather and exchange: ticket s32[1], current_page s32[C], current_writer
+// s32[C], num_current s32[1], fingerprint u32[1], then the dense buffers. Results: ticket, then
+// (but for publish) the dense buffers, each aliased to its operand. Attribute heap_id: s64.
 //
-// XLA:CPU runs a handler in a thread of its own choosing, which may block here; it runs no stage but
-// instantiate and execute.
+// XLA:CPU runs a handler in a thread of its own choosing, which may block here; it runs no stage
+// but instantiate and execute.
 #include "ffi/shm/handlers.h"
 
 #include <cstring>
@@ -45,8 +45,8 @@ void PassTicket(const Ticket& in, TicketOut& out) {
   if (out->typed_data() != in.typed_data()) *out->typed_data() = *in.typed_data();
 }
 
-// The dense operands, or why they can't be used. A gather writes them, so there a result must be the
-// operand itself.
+// The dense operands, or why they can't be used. A gather writes them, so there a result must be
+// the operand itself.
 std::optional<std::string> ReadDense(ffi::RemainingArgs args, const ffi::RemainingRets* rets,
                                      std::vector<Dense>* dense) {
   if (rets != nullptr && rets->size() != args.size()) {
@@ -61,7 +61,8 @@ std::optional<std::string> ReadDense(ffi::RemainingArgs args, const ffi::Remaini
     auto ret = rets->get<ffi::AnyBuffer>(i);
     if (ret.has_error()) return ret.error().message();
     if ((*ret)->untyped_data() != arg->untyped_data()) {
-      return "dense buffer " + std::to_string(i) + " is not updated in place; call it through "
+      return "dense buffer " + std::to_string(i) +
+             " is not updated in place; call it through "
              "jax_symmkv, which aliases operand and result";
     }
   }
@@ -94,8 +95,7 @@ ffi::Error RunBatchCall(Phase phase, BatchCall run, int64_t heap_id, int32_t dev
 ffi::Error NewTicketImpl(ffi::Span<const int64_t> heap_ids, int32_t device, Ints axis_index,
                          TicketOut out) {
   if (static_cast<size_t>(axis_index.element_count()) != heap_ids.size()) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "new_ticket: needs one axis index a heap");
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "new_ticket: needs one axis index a heap");
   }
   for (size_t i = 0; i < heap_ids.size(); ++i) {
     const std::shared_ptr<ShmContext> context = ShmRegistry().Find(heap_ids[i], device);

@@ -49,8 +49,8 @@ void WakeOwner(SlabHeader* header) {
   syscall(SYS_futex, &header->wake, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// The cause in an abort record, once it is written. Should its writer die before, its death is the cause
-// that the next barrier finds.
+// The cause in an abort record, once it is written. Should its writer die before, its death is the
+// cause that the next barrier finds.
 std::optional<Cause> Record(const SlabHeader& header) {
   // Acquire: pairs with the release of kWritten.
   if (__atomic_load_n(&header.abort_state, __ATOMIC_ACQUIRE) != kWritten) return std::nullopt;
@@ -74,10 +74,11 @@ std::optional<Cause> Peers::Barrier(uint64_t epoch, uint16_t fingerprint, Phase 
   for (uint32_t step = 0; step < cp_size(); ++step) {
     const Segment& peer = slabs_[(rank_ + step) % cp_size()];
     // Release: a peer that sees this word sees the pages published before it.
-    __atomic_store_n(&peer.mailbox(rank_)->arrive, ArriveWord(epoch, fingerprint), __ATOMIC_RELEASE);
+    __atomic_store_n(&peer.mailbox(rank_)->arrive, ArriveWord(epoch, fingerprint),
+                     __ATOMIC_RELEASE);
   }
-  // Orders the stores above before the loads below, as Sleep orders its store before its look: either
-  // the peer sees the word, or this rank sees that the peer sleeps.
+  // Orders the stores above before the loads below, as Sleep orders its store before its look:
+  // either the peer sees the word, or this rank sees that the peer sleeps.
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   for (const Segment& peer : slabs_) {
     if (__atomic_load_n(&peer.header()->sleeping, __ATOMIC_RELAXED)) WakeOwner(peer.header());
@@ -96,8 +97,7 @@ Peers::Sight Peers::Look(uint64_t epoch, uint16_t fingerprint, Phase phase, Caus
   Sight sight = Sight::kArrived;
   for (uint32_t source = 0; source < cp_size(); ++source) {
     // Acquire: pairs with the release in the source's Barrier.
-    const uint64_t word =
-        __atomic_load_n(&slabs_[rank_].mailbox(source)->arrive, __ATOMIC_ACQUIRE);
+    const uint64_t word = __atomic_load_n(&slabs_[rank_].mailbox(source)->arrive, __ATOMIC_ACQUIRE);
     if (EpochOf(word) < epoch) {
       sight = Sight::kWaiting;
     } else if (EpochOf(word) == epoch && FingerprintOf(word) != fingerprint) {
@@ -136,7 +136,8 @@ Peers::Sight Peers::Sleep(uint64_t epoch, uint16_t fingerprint, Phase phase, Cau
   // Sequentially consistent: see the fence in Barrier.
   __atomic_store_n(&own->sleeping, 1, __ATOMIC_SEQ_CST);
   for (;;) {
-    // Acquire: a wake-up between this load and the wait changes the word, and the wait returns at once.
+    // Acquire: a wake-up between this load and the wait changes the word, and the wait returns at
+    // once.
     const uint32_t seen = __atomic_load_n(&own->wake, __ATOMIC_ACQUIRE);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     sight = Look(epoch, fingerprint, phase, cause);
@@ -175,7 +176,8 @@ std::optional<Cause> Peers::FindLost(uint64_t epoch, Phase phase) const {
     // It may have arrived, then closed or died, since the first look.
     const uint64_t missing = Missing(epoch);
     if ((missing >> source & 1) == 0) continue;
-    Cause cause = MakeCause(closed ? CauseCode::kClosed : CauseCode::kDied, phase, source, epoch, "");
+    Cause cause =
+        MakeCause(closed ? CauseCode::kClosed : CauseCode::kDied, phase, source, epoch, "");
     cause.missing = missing;
     return cause;
   }
@@ -185,16 +187,15 @@ std::optional<Cause> Peers::FindLost(uint64_t epoch, Phase phase) const {
 uint64_t Peers::Missing(uint64_t epoch) const {
   uint64_t missing = 0;
   for (uint32_t source = 0; source < cp_size(); ++source) {
-    const uint64_t word =
-        __atomic_load_n(&slabs_[rank_].mailbox(source)->arrive, __ATOMIC_ACQUIRE);
+    const uint64_t word = __atomic_load_n(&slabs_[rank_].mailbox(source)->arrive, __ATOMIC_ACQUIRE);
     if (EpochOf(word) < epoch) missing |= uint64_t{1} << source;
   }
   return missing;
 }
 
 void Peers::Poison(Cause cause) {
-  // In the order of ranks, everywhere: whoever comes second to the first slab carries on the cause that it
-  // finds there, so all slabs get the same.
+  // In the order of ranks, everywhere: whoever comes second to the first slab carries on the cause
+  // that it finds there, so all slabs get the same.
   for (const Segment& slab : slabs_) {
     SlabHeader* const header = slab.header();
     uint32_t clear = kClear;

@@ -38,13 +38,13 @@ class Peers {
   //             acquire before d reads it
   //   reuse     epochs only grow and no word is ever reset, so a late reader can't miss one
   //
-  // A rank is at most one exchange ahead of its slowest peer: it passes `epoch` only after the peer's
-  // word. So of two ranks whose plans differ at least one sees the other's word of just this epoch.
-  // Returns nothing, or the cause; the group is poisoned with it then.
+  // A rank is at most one exchange ahead of its slowest peer: it passes `epoch` only after the
+  // peer's word. So of two ranks whose plans differ at least one sees the other's word of just this
+  // epoch. Returns nothing, or the cause; the group is poisoned with it then.
   std::optional<Cause> Barrier(uint64_t epoch, uint16_t fingerprint, Phase phase);
 
-  // Records the cause in every slab, and wakes the ranks that sleep. Of several causes at a time the
-  // first in the slab of rank 0 prevails on every rank.
+  // Records the cause in every slab, and wakes the ranks that sleep. Of several causes at a time
+  // the first in the slab of rank 0 prevails on every rank.
   void Poison(Cause cause);
   // The first cause that was recorded for this rank.
   std::optional<Cause> Poisoned() const;

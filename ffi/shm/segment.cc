@@ -25,7 +25,7 @@ std::runtime_error SystemError(const std::string& what, int error) {
 }
 
 struct flock WholeFile(short type) {
-  struct flock lock {};
+  struct flock lock{};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
   return lock;
@@ -94,7 +94,7 @@ Segment Segment::Create(size_t nbytes) {
     segment.name_ = name;
     if (!Lock(segment.fd_)) throw SystemError("cannot lock " + name, errno);
     // A sweep may have seen the name before the lock; then it is gone, and so is this segment.
-    struct stat status {};
+    struct stat status{};
     if (fstat(segment.fd_, &status) == 0 && status.st_nlink == 1) break;
     segment.Release();
   }
@@ -102,7 +102,8 @@ Segment Segment::Create(size_t nbytes) {
   const int error = Reserve(segment.fd_, nbytes);
   if (error != 0) {
     throw SystemError("cannot reserve " + std::to_string(nbytes) + " bytes of shared memory in " +
-                          kDirectory + " (enlarge it, or lower max_current_pages or SYMMKV_HEAP_MB)",
+                          kDirectory +
+                          " (enlarge it, or lower max_current_pages or SYMMKV_HEAP_MB)",
                       error);
   }
   segment.Map(nbytes);
@@ -113,7 +114,7 @@ Segment Segment::Open(const std::string& name, size_t nbytes) {
   Segment segment;
   segment.fd_ = shm_open(name.c_str(), O_RDWR, 0);
   if (segment.fd_ < 0) throw SystemError("cannot open shared memory " + name, errno);
-  struct stat status {};
+  struct stat status{};
   if (fstat(segment.fd_, &status) != 0) throw SystemError("cannot stat " + name, errno);
   if (static_cast<size_t>(status.st_size) != nbytes) {
     throw std::runtime_error("shared memory " + name + " has " + std::to_string(status.st_size) +
@@ -125,8 +126,7 @@ Segment Segment::Open(const std::string& name, size_t nbytes) {
 
 void Segment::Map(size_t nbytes) {
   // Populated, so that the first exchange pays no page faults.
-  void* base =
-      mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
+  void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
   if (base == MAP_FAILED) throw SystemError("cannot map shared memory", errno);
   base_ = static_cast<char*>(base);
   nbytes_ = nbytes;

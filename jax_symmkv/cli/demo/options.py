@@ -45,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-budget",
         type=int,
-        default=4096,
+        default=2048,
         metavar="TOKENS",
-        help="most tokens of a batch; a longer prompt is cut to it (default: 4096)",
+        help="most tokens of a batch; a longer prompt is cut to it (default: 2048)",
     )
     parser.add_argument(
         "--trace",

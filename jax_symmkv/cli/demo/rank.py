@@ -66,15 +66,17 @@ def _run_job(
     replay.warm_up(batches[0], prompts[0])
     rank_report.line(f"compiled in {time.perf_counter() - start:.1f} s")
     prefill_s, exchange_us = [], []
-    with rank_report.progress(len(batches)) as advance:
+    with rank_report.progress("prefill, timed and verified", len(batches), "batches") as advance:
         for batch, batch_prompts in zip(batches, prompts, strict=True):
             seconds, times_us = replay.run(batch, batch_prompts)
             prefill_s.append(seconds)
             exchange_us.append(times_us)
             advance()
     heap.check()
-
-    verdict = replay.verifier.verdict()
+    verifier = replay.verifier
+    with rank_report.progress("one-rank run", verifier.num_kept, "requests") as advance:
+        verifier.check_outputs(advance)
+    verdict = verifier.verdict()
     slowest_s = collect.from_every_process(np.array(prefill_s, np.float32)).max(axis=0)
     slowest_us = timing.slowest_rank_median(collect.from_every_process(np.array(exchange_us)))
     results = [

@@ -65,8 +65,8 @@ class Report:
             print(text, file=self._out, flush=True)
 
     @contextlib.contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[], None]]:
-        """Yields a function to call after each of `total` batches."""
+    def progress(self, what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
+        """Yields a function to call after each of `total` steps."""
         if self._out is None:
             yield lambda: None
         elif self._out.isatty() and importlib.util.find_spec("rich"):
@@ -75,21 +75,21 @@ class Report:
             from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
             columns = (
-                TextColumn("prefill"),
+                TextColumn(what),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("batches"),
+                TextColumn(unit),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
             )
             with Progress(*columns, console=Console(file=self._out)) as bar:
-                task = bar.add_task("prefill", total=total)
+                task = bar.add_task(what, total=total)
                 yield lambda: bar.advance(task)
         else:
-            yield self._plain_progress(total)
+            yield self._plain_progress(what, total, unit)
 
-    def _plain_progress(self, total: int) -> Callable[[], None]:
+    def _plain_progress(self, what: str, total: int, unit: str) -> Callable[[], None]:
         done = 0
         shown_at = time.monotonic()
 
@@ -98,7 +98,7 @@ class Report:
             done += 1
             if done == total or time.monotonic() - shown_at > _PLAIN_PROGRESS_S:
                 shown_at = time.monotonic()
-                self.line(f"prefill: {done}/{total} batches")
+                self.line(f"{what}: {done}/{total} {unit}")
 
         return advance
 

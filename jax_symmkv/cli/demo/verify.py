@@ -91,6 +91,7 @@ class Verifier:
         self._oracle_check = make_oracle_check(mesh)
         self._rank_sum = collect.make_rank_sum(mesh)
         self._differing: list[npt.NDArray[np.int32]] = []  # [cp, num_layers] each
+        self._kept: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = []
         self._outputs: list[tuple[float, bool, bool]] = []  # difference, same token, near-tie
 
     def check_dense(
@@ -99,12 +100,12 @@ class Verifier:
         """Compares a batch's dense buffers of all layers with the oracle's; called on every rank."""
         self._differing.append(np.asarray(self._oracle_check(local, composed, plan)))
 
-    def check_outputs(
+    def keep_outputs(
         self, batch: Batch, prompts: Sequence[npt.NDArray[np.int32]], logits: jax.Array
     ) -> None:
-        """Compares the last tokens' logits with the one-rank run; called on every rank.
+        """Takes the last tokens' logits of a batch, for `check_outputs`; called on every rank.
 
-        The processes share that work: each runs every n-th request, whole, on one of its devices.
+        The processes share the one-rank runs: each keeps every n-th request, whole.
 
         Args:
           prompts: token ids of each request of the batch.
@@ -113,8 +114,19 @@ class Verifier:
         actual = np.asarray(self._rank_sum(logits))
         for row, (request, prompt) in enumerate(zip(batch.requests, prompts, strict=True)):
             if request % jax.process_count() == jax.process_index():
-                expected = reference.last_token_logits(self._params, prompt, self._config)
-                self._outputs.append(_compare(actual[row], expected))
+                self._kept.append((prompt, actual[row]))
+
+    @property
+    def num_kept(self) -> int:
+        """Requests that this process has to check."""
+        return len(self._kept)
+
+    def check_outputs(self, advance: Callable[[], None]) -> None:
+        """Compares the outputs kept with the one-rank run; calls `advance` after each request."""
+        for prompt, actual in self._kept:
+            expected = reference.last_token_logits(self._params, prompt, self._config)
+            self._outputs.append(_compare(actual, expected))
+            advance()
 
     def verdict(self) -> Verdict:
         """The outcome over all ranks; called once on every rank, with all programs blocked on."""
