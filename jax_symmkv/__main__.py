@@ -7,8 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# Each is a module of jax_symmkv.cli with add_arguments(parser) and run(args) -> exit code, imported only
-# when it is asked for.
+# Each is a module of jax_symmkv.cli with add_arguments(parser) and run(args) -> exit code, imported
+# only when it is asked for.
 COMMANDS = {
     "demo": "replay requests as context-parallel prefill on this machine's CPUs, and verify it",
     "bench": "time compose against XLA's collectives and a plain memcpy",

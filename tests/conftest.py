@@ -1,4 +1,4 @@
-"""What holds for every test: it leaves nothing behind, and a run in which nothing ran has failed."""
+"""What holds for every test: it leaves nothing behind, and a run without a test has failed."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _abandoned_segments() -> list[Path]:
 
 
 def _child_processes() -> list[int]:
-    """The running children of this process; those that have ended and wait to be reaped don't count."""
+    """The running children of this process; not those that have ended and wait to be reaped."""
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,8 +1,8 @@
-"""How a test file declares its suite, and how the declarations are found without importing the file.
+"""How a test file declares its suite, and how declarations are found without importing the files.
 
     pytestmark = register_ci(suite="distributed", ranks=4, est_s=12)
 
-`make test`, CI and other build systems all read these declarations; there is no second list of tests.
+`make test`, CI and other build systems all read these declarations; there is no second list.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Declaration:
 def register_ci(
     *, suite: str, est_s: float, ranks: int = 1, needs: tuple[str, ...] = ()
 ) -> pytest.MarkDecorator:
-    """Declares this test file; assign the result to `pytestmark`. Literal arguments only: see `discover`."""
+    """Declares this test file; assign the result to `pytestmark`. Literal arguments: see `parse`."""
     import pytest  # here, so that listing the tests needs no pytest
 
     declared = Declaration(suite=suite, est_s=est_s, ranks=ranks, needs=needs)
@@ -100,8 +100,8 @@ def discover(root: Path = TESTS) -> list[RegisteredFile]:
             continue
         if place.parts[0] != SUITES[declared.suite]:
             wrong.append(
-                f"{place}: suite {declared.suite!r} belongs in {root.name}/{SUITES[declared.suite]}/; "
-                "move the file or change its suite"
+                f"{place}: suite {declared.suite!r} belongs in "
+                f"{root.name}/{SUITES[declared.suite]}/; move the file or change its suite"
             )
         found.append(RegisteredFile(path, declared))
     if wrong:
@@ -117,8 +117,8 @@ def parse(source: str, place: str) -> Declaration:
     calls = list(_declarations(ast.parse(source, place)))
     if len(calls) != 1:
         raise RegistryError(
-            f"{place}: a test file needs one `pytestmark = register_ci(suite=..., est_s=...)` at module "
-            f"level, got {len(calls)}; tests/README.md shows how"
+            f"{place}: a test file needs one `pytestmark = register_ci(suite=..., est_s=...)` at "
+            f"module level, got {len(calls)}; tests/README.md shows how"
         )
     call = calls[0]
     where = f"{place}:{call.lineno}"
@@ -131,8 +131,8 @@ def parse(source: str, place: str) -> Declaration:
             arguments[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError:
             raise RegistryError(
-                f"{where}: {keyword.arg} must be a literal, since the file is read and not imported; "
-                f"got {ast.unparse(keyword.value)}"
+                f"{where}: {keyword.arg} must be a literal, since the file is read and not "
+                f"imported; got {ast.unparse(keyword.value)}"
             ) from None
     try:
         return Declaration(**arguments)
@@ -141,7 +141,7 @@ def parse(source: str, place: str) -> Declaration:
 
 
 def shard(files: Sequence[RegisteredFile], index: int, count: int) -> list[RegisteredFile]:
-    """Part `index` (from 1) of `count`, balanced by est_s: the longest file first, to the lightest part."""
+    """Part `index` (from 1) of `count`: the longest file first, each to the part lightest so far."""
     parts: list[list[RegisteredFile]] = [[] for _ in range(count)]
     load = [0.0] * count
     for file in sorted(files, key=lambda file: (-file.declared.est_s, file.name)):

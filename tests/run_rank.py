@@ -2,9 +2,9 @@
 
     result = run_ranks_of(__file__, "check_compose", ranks=2, dtype="bfloat16")
 
-The function is a plain function of the file, its name not starting with `test_`. On every rank it runs
-with jax.distributed connected, on CPU devices. The ranks cost about 1.5 s a spawn on 2 cores, so let one
-spawn check several things.
+The function is a plain function of the file, its name not starting with `test_`. On every rank it
+runs with jax.distributed connected, on CPU devices. The ranks cost about 1.5 s a spawn on 2 cores, so
+let one spawn check several things.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_ranks_of(
 
     Args:
       file: the test's own `__file__`.
-      timeout_s: deadline of the whole run; short of it, each rank prints its stacks.
+      timeout_s: deadline of the whole run; ranks that are still running print their stacks and end.
       expect: exit codes of the ranks that are meant to fail, negative for a signal: `{1: -9}`. The
         others then have until the deadline to end as they should.
       env: environment variables of the ranks, on top of this process's.
@@ -59,7 +59,6 @@ def run_ranks_of(
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *_paths(os.environ.get("PYTHONPATH"))]),
             "PYTHONFAULTHANDLER": "1",  # a crash in native code says where
-            "SYMMKV_TEST_STACKS_AFTER_S": str(0.9 * timeout_s),
             **(env or {}),
         },
         capture=True,
@@ -94,14 +93,13 @@ def _paths(value: str | None) -> list[str]:
 
 def main(file: str, function: str, json_args: str) -> None:
     """What a rank executes."""
-    faulthandler.dump_traceback_later(float(os.environ["SYMMKV_TEST_STACKS_AFTER_S"]))
+    faulthandler.register(signal.SIGTERM, chain=True)  # past the deadline: says where, and ends
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickles of the file look themselves up there
     spec.loader.exec_module(module)
     getattr(module, function)(**json.loads(json_args))
-    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

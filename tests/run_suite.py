@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         _print_table(files)
         return 0
-    # No cache: a shard must not depend on what an earlier run left. `-m`: finds `tests` from the root.
+    # No cache: a shard must not depend on what an earlier run left.
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     command += ["--no-skips"] if args.no_skips else []
     return subprocess.call([*command, *argv[split + 1 :], *(f.name for f in files)], cwd=ROOT)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="run_suite.py",
-        description="Runs the registered tests of one or more suites; what follows -- goes to pytest.",
+        description="Runs the tests of one or more suites; what follows -- goes to pytest.",
     )
     parser.add_argument("suites", nargs="+", metavar="suite", help=", ".join(registry.SUITES))
     parser.add_argument(

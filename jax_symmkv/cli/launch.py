@@ -17,7 +17,8 @@ EXIT_TIMED_OUT = 124  # as timeout(1)
 
 # Gloo's greeting on stdout, which also lands in the middle of lines.
 _NOISE = re.compile(
-    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+"
+    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
+    r"Expected number of connected peer ranks is : \d+"
 )
 
 
@@ -54,7 +55,7 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it: 128 + signal for a rank that a signal ended, 124 after the deadline."""
+        """As a shell has it: 128 + signal for a rank ended by a signal, 124 after the deadline."""
         if self.timed_out:
             return EXIT_TIMED_OUT
         if self.first_failed is None:
@@ -76,17 +77,19 @@ def run_ranks(
 ) -> RunResult:
     """Runs a program on `num_ranks` processes, and returns when the last of them has ended.
 
-    Each of them is connected to jax.distributed; `jax.distributed.initialize()` in the program is allowed
-    and does nothing. Ranks don't die of a peer's death; the launcher ends them if they don't end.
+    Each of them is connected to jax.distributed; `jax.distributed.initialize()` in the program is
+    allowed and does nothing. Ranks don't die of a peer's death; if they don't end by themselves in
+    `grace_s`, they are ended.
 
     Args:
       argv: what would follow `python`: `["script.py", ...]` or `["-m", "module", ...]`.
-      devices_per_rank: CPU devices, or GPUs, of a rank; None leaves the CPU's to the environment, and
-        gives one GPU.
+      devices_per_rank: CPU devices, or GPUs, of a rank; None leaves the CPU's to the environment,
+        and gives one GPU.
       timeout_s: deadline of the run; None for none.
       grace_s: time for the other ranks to end after one has failed.
       env: environment variables on top of this process's.
-      prefix: print each line as `[rank] line`. Without it, ranks write straight to this process's stdout.
+      prefix: print each line as `[rank] line`. Without it, ranks write straight to the stdout and
+        stderr of this process, a terminal perhaps.
       capture: collect the ranks' output in the result instead of printing it.
 
     Raises:
@@ -191,8 +194,9 @@ def _rank_env(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run a script on several ranks of this machine, connected by jax.distributed. JAX is imported "
-        "before the script, so configure it by environment variables here or by jax.config there."
+        "Run a script on several ranks of this machine, connected by jax.distributed. JAX is "
+        "imported before the script, so configure it by environment variables here or by "
+        "jax.config there."
     )
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of processes")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What a launched rank executes: connects jax.distributed, then runs the user's program as python would.
+"""What a launched rank executes: jax.distributed is connected, then the user's program runs.
 
 `python -m jax_symmkv.cli.rank script.py args...`, with the launcher's variables in the environment.
 """
@@ -26,7 +26,7 @@ def main() -> None:
     die_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A pipe's default, whole blocks, would hold lines back, and lose them when the rank is killed.
+            # A pipe's default, whole blocks, would hold lines back, and lose them with a killed rank.
             stream.reconfigure(line_buffering=True)
     from jax_symmkv import compat
 
@@ -39,8 +39,9 @@ def main() -> None:
 def die_with_launcher(launcher_pid: int) -> None:
     """Has the kernel end this process when the launcher ends.
 
-    A launcher that is killed by SIGKILL can end nobody, and its ranks would wait for each other forever.
-    Set here and not between fork and exec: Python code there can deadlock, since the launcher has threads.
+    A launcher that is killed by SIGKILL can end nobody, and its ranks would wait for each other
+    forever. Set here and not between fork and exec: Python code there can deadlock, since the
+    launcher has threads.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher_pid:  # it ended before the call

@@ -27,8 +27,8 @@ Emit = Callable[[int, str, str], None]
 class Rank:
     """One process of the run, leader of a process group of its own.
 
-    Its own group, so that Ctrl-C at a terminal reaches it once, through the launcher, and so that what it
-    spawned can be ended with it.
+    Its own group, so that Ctrl-C at a terminal reaches it once, through the launcher, and so that
+    what it spawned can be ended with it.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Rank:
 class Supervisor:
     """Runs its ranks to their end.
 
-    When a rank fails the others get `grace_s` to say what they have to say (that their peer is gone, for
-    instance), then SIGTERM, then SIGKILL. When `timeout_s` is over they get SIGTERM at once.
+    When a rank fails the others get `grace_s` to say what they have to say (that their peer is gone,
+    for instance), then SIGTERM, then SIGKILL. When `timeout_s` is over they get SIGTERM at once.
     """
 
     emit: Emit
@@ -140,7 +140,7 @@ class Supervisor:
             self._pumps.remove(pump)
 
     def _drain(self) -> None:
-        """Pumps what is left; not forever, since a process that left its group may keep a pipe open."""
+        """Pumps what is left; not for long, since a process that left its group may hold a pipe."""
         until = time.monotonic() + _DRAIN_S
         while self._pumps and time.monotonic() < until:
             self._handle_events(until)
@@ -180,8 +180,8 @@ class Supervisor:
             sent, came = (undo.enter_context(end) for end in socket.socketpair())
             for end in (sent, came):
                 end.setblocking(False)
-            # The handlers do nothing, so they interrupt nothing: the loop reads the numbers that Python
-            # writes to this socket.
+            # The handlers do nothing, so they interrupt nothing: the loop reads the numbers that
+            # Python writes to this socket.
             undo.callback(
                 signal.set_wakeup_fd,
                 signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False),
