@@ -26,9 +26,12 @@ def collective_compose(
     Returns:
       `dense` with every current page, of exactly the type of the input.
     """
-    if isinstance(dense, tuple):
-        return tuple(_compose_buffer(d, plan, axis_name) for d in dense)
-    return _compose_buffer(dense, plan, axis_name)
+    # A gradient would be zero, and not say so: the bytes travel as integers.
+    buffers = compat.refuse_transforms(
+        "collective_compose", dense if isinstance(dense, tuple) else (dense,)
+    )
+    composed = tuple(_compose_buffer(b, plan, axis_name) for b in buffers)
+    return composed if isinstance(dense, tuple) else composed[0]
 
 
 def _compose_buffer(dense: jax.Array, plan: ComposePlan, axis_name: str) -> jax.Array:

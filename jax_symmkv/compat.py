@@ -37,25 +37,28 @@ def start_coordinator(num_processes: int) -> tuple[str, Any]:
     Returns:
       its address, and the service; call `.shutdown()` on it after the last rank has ended.
     """
-    with socket.socket() as probe:  # the service takes no port 0
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     # It warns that recoverable mode is experimental. "1", JAX's own choice, is no wish of the user's.
     quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1"
-    if quiet:
-        jaxlib.utils.absl_set_min_log_level(2)
-    try:
-        service = _jax.get_distributed_runtime_service(
-            f"127.0.0.1:{port}",
-            num_processes,
-            heartbeat_timeout=_HEARTBEAT_TIMEOUT_S,
-            shutdown_timeout=5,
-            recoverable=True,
-        )
-    finally:
+    with socket.socket() as reserved:
+        # The service takes no port 0, and would silently share a port with another one: both sockets of
+        # gRPC have SO_REUSEPORT. So have the kernel choose, and hold it until the service has it.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
         if quiet:
-            jaxlib.utils.absl_set_min_log_level(1)
-    return f"127.0.0.1:{port}", service
+            jaxlib.utils.absl_set_min_log_level(2)
+        try:
+            service = _jax.get_distributed_runtime_service(
+                address,
+                num_processes,
+                heartbeat_timeout=_HEARTBEAT_TIMEOUT_S,
+                shutdown_timeout=5,
+                recoverable=True,
+            )
+        finally:
+            if quiet:
+                jaxlib.utils.absl_set_min_log_level(1)
+    return address, service
 
 
 def connect(address: str, num_processes: int, process_id: int) -> None:
@@ -202,7 +205,7 @@ def _plain_batch(args: Any, dims: Any, *, op: str) -> Any:
 def _plain_jvp(primals: Any, tangents: Any, *, op: str) -> Any:
     raise TypeError(
         f"{op}: an exchange is not differentiable; it serves prefill. Wrap its operands in "
-        "jax.lax.stop_gradient, or use collective_compose where gradients must flow"
+        "jax.lax.stop_gradient"
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
-from pathlib import Path
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +28,8 @@ _log = logging.getLogger("jax_symmkv")
 _TRANSPORTS = ("auto", "shm", "collective")
 # A wait polls this long before it sleeps, where every rank of the host has a core of its own.
 _SPIN_US = 100
+# Years: as good as no limit, and far from where clocks and counters overflow.
+_MAX_TIMEOUT_S = 1e8
 # Exchanges done when a heap is new.
 _FIRST_EPOCH = 0
 
@@ -81,14 +85,12 @@ class SymmetricHeap:
         self.cp_size = int(groups.shape[1])
         self._closed = False
         self._contexts: dict[int, _core.ShmContext] = {}  # by jax device id
-        self.timeout_s = float(os.environ.get("SYMMKV_TIMEOUT_S", timeout_s))
-        if not self.timeout_s > 0:
-            raise HeapError(f"SymmetricHeap: timeout_s must be positive, got {self.timeout_s:g}")
-        compat.register_targets()
-
         name = _rendezvous_name(mesh, axis_name)
         processes = [d.process_index for d in groups.flat]
-        with Rendezvous(name, processes, self.timeout_s) as rendezvous:
+        # What can fail on one process alone does so in the rendezvous, where the others learn of it.
+        with Rendezvous(name, processes) as rendezvous, self._undone_on_error():
+            self.timeout_s = rendezvous.timeout_s = _timeout_s(timeout_s)
+            compat.register_targets()
             wanted = _transport(transport, groups)
             sizing = size_heap(page, max_current_pages, max_prefix_pages)
             sizing = _agree_sizing(rendezvous, sizing, wanted)
@@ -169,6 +171,23 @@ class SymmetricHeap:
             f"max_current_pages={self.max_current_pages}, nbytes={self.nbytes})"
         )
 
+    @contextlib.contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too must leave no name in /dev/shm
+            self._undo()
+            if isinstance(error, OSError):
+                raise HeapError(f"SymmetricHeap: {error}") from error
+            raise
+
+    def _undo(self) -> None:
+        """Undoes a creation that came to nothing."""
+        for context in self._contexts.values():
+            context.close()
+        self._contexts.clear()
+        _core.sweep_stale_segments()  # of a process that died in the middle
+
     def _agree_transport(
         self, rendezvous: Rendezvous, groups: np.ndarray, sizing: Sizing, wanted: str
     ) -> str:
@@ -177,10 +196,7 @@ class SymmetricHeap:
         failures = self._map_shm(rendezvous, groups, sizing)
         if not failures:
             return "shm"
-        for context in self._contexts.values():
-            context.close()
-        self._contexts.clear()
-        _core.sweep_stale_segments()  # of a process that died in the middle
+        self._undo()
         process, why = min(failures.items())
         text = f"shared memory can't be used: process {process}: {why}"
         if wanted == "shm":
@@ -199,10 +215,11 @@ class SymmetricHeap:
         Returns the failures by process, the same on every process; empty when all could.
         """
         me = jax.process_index()
-        records = rendezvous.exchange({"boot_id": _boot_id()})
-        hosts = {r["boot_id"] for r in records.values()}
-        if len(hosts) > 1:
-            return {p: "not on the host of process 0" for p in records if p}
+        hosts = rendezvous.hosts
+        first = min(hosts)
+        strangers = [p for p, host in hosts.items() if host != hosts[first]]
+        if strangers:
+            return {p: f"not on the host of process {first}" for p in strangers}
         crowded = groups.size > len(os.sched_getaffinity(0))
 
         segments: dict[str, Any] = {}
@@ -333,8 +350,27 @@ def _agree_sizing(rendezvous: Rendezvous, sizing: Sizing, wanted: str) -> Sizing
     return sizing.with_slots(min(r["bounded"] for r in records.values()))
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def _timeout_s(timeout_s: float) -> float:
+    given = os.environ.get("SYMMKV_TIMEOUT_S", timeout_s)
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds > 0:
+        raise HeapError(f"SymmetricHeap: timeout_s must be a number above 0, got {given!r}")
+    return min(seconds, _MAX_TIMEOUT_S)
+
+
+def _abandon_in_child() -> None:
+    """In a forked child: lets go of the parent's heaps, which live on without it."""
+    for heap in _open_heaps.values():
+        heap._closed = True
+        for context in heap._contexts.values():
+            context.abandon()
+    _open_heaps.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 def _close_at_exit(pid: int) -> None:

@@ -212,7 +212,7 @@ def _check_ticket(op: str, ticket: jax.Array, heap: SymmetricHeap) -> None:
     if not hasattr(ticket, "dtype") or ticket.shape != (1,) or ticket.dtype != jnp.int32:
         raise TypeError(
             f"{op}: ticket must be the int32[1] of new_ticket or of the call before, got "
-            f"{jax.typeof(ticket) if hasattr(ticket, 'dtype') else type(ticket).__name__}"
+            f"{_described(ticket)}"
         )
 
 
@@ -232,13 +232,18 @@ def _check_batch(
         raise TypeError(f"{op}: dense must have {len(heap.page)} buffers, got {len(buffers)}")
     for buffer, page in zip(buffers, heap.page, strict=True):
         shape = (plan.num_dense_pages, *page.shape)
-        if buffer.shape != shape or buffer.dtype != page.dtype:
+        if not hasattr(buffer, "dtype") or buffer.shape != shape or buffer.dtype != page.dtype:
             raise TypeError(
                 f"{op}: dense must be {page.dtype}{list(shape)}, a rank's num_dense_pages of the heap's "
-                f"pages, got {buffer.dtype}{list(buffer.shape)}; outside shard_map the global array is "
-                "no rank's"
+                f"pages, got {_described(buffer)}; outside shard_map the global array is no rank's"
             )
     return buffers
+
+
+def _described(x: object) -> str:
+    return (
+        f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array | np.ndarray) else type(x).__name__
+    )
 
 
 def _check_plan(op: str, plan: ComposePlan, heap: SymmetricHeap) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +17,9 @@ from jax_symmkv.errors import HeapError
 
 _Record = dict[str, Any]
 
+# Between two looks at whether a process that is waited for still lives; Python hears Ctrl-C then too.
+_SLICE_S = 0.5
+
 
 class Rendezvous:
     """Rounds in which every process of a set posts one record and reads everybody's.
@@ -21,19 +27,23 @@ class Rendezvous:
     Records go through the key-value store of JAX's coordination service, so a rendezvous concerns the
     processes of the set alone (`process_allgather` spans all), and every wait has a deadline. Used as a
     context manager: a process that leaves with an exception posts it as its next record, so that the
-    others raise it too, in the same round, instead of waiting.
+    others raise it too, in the same round, instead of waiting. The death of one on this host is noticed
+    within about a second, from its first record on.
 
     Args:
       name: the same on every process of the set, and never used before.
       processes: `jax.Device.process_index` of the set, this process's among them.
-      timeout_s: limit of each round.
+
+    Attributes:
+      timeout_s: limit of each round; to be set before the first.
     """
 
-    def __init__(self, name: str, processes: list[int], timeout_s: float) -> None:
+    def __init__(self, name: str, processes: list[int]) -> None:
+        self.timeout_s = 300.0
         self._name = name
         self._processes = sorted(set(processes))
         self._me = jax.process_index()
-        self._timeout_s = timeout_s
+        self._identities: dict[int, dict[str, str]] = {}
         self._round = 0
         self._client = compat.coordination_client()
         if self._client is None and len(self._processes) > 1:
@@ -49,16 +59,25 @@ class Rendezvous:
         if error is not None:
             # Some may have read this round's record already, so the next one says it too.
             for round_ in (self._round, self._round + 1):
-                self._post(round_, {"error": f"{type(error).__name__}: {error}"})
+                # Without a coordinator nobody can be told, and the error itself says more.
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._post(round_, {"error": f"{type(error).__name__}: {error}"})
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """What names each process's host, by process index; complete after the first round."""
+        return {process: i["boot_id"] for process, i in self._identities.items()}
 
     def exchange(self, record: Mapping[str, Any]) -> dict[int, _Record]:
         """Posts `record` (JSON types) and returns every process's, by process index.
 
         Raises:
-          HeapError: a process reported an error, or posted nothing within the deadline.
+          HeapError: a process reported an error, died, or posted nothing within the deadline.
         """
-        own = self._post(self._round, dict(record))
-        deadline = time.monotonic() + self._timeout_s
+        if self._me not in self._identities:
+            self._identities[self._me] = _identity()
+        own = self._post(self._round, {**record, "identity": self._identities[self._me]})
+        deadline = time.monotonic() + self.timeout_s
         records = {p: own if p == self._me else self._read(p, deadline) for p in self._processes}
         # Everybody has posted this round, so everybody has read the one before.
         self._delete(self._round - 1)
@@ -85,20 +104,61 @@ class Rendezvous:
 
     def _read(self, process: int, deadline: float) -> _Record:
         assert self._client is not None  # the constructor saw to it
-        left_ms = max(1, int((deadline - time.monotonic()) * 1000))
-        try:
-            raw = self._client.blocking_key_value_get_bytes(
-                self._key(self._round, process), left_ms
-            )
-        except jax.errors.JaxRuntimeError as error:
-            raise HeapError(
-                f"SymmetricHeap: process {process} did not take part in step {self._round} of the "
-                f"creation within {self._timeout_s:g} s; create the heap on every process of the mesh, "
-                f"in the same order ({error})"
-            ) from error
-        record: _Record = json.loads(raw)
-        return record
+        while True:
+            # Before the look for its record, which counts if it was posted before the death.
+            dead = _is_dead(self._identities.get(process), self._identities[self._me])
+            left_s = deadline - time.monotonic()
+            try:
+                raw = self._client.blocking_key_value_get_bytes(
+                    self._key(self._round, process), max(1, int(1000 * min(left_s, _SLICE_S)))
+                )
+            except jax.errors.JaxRuntimeError as error:
+                if dead or left_s <= _SLICE_S or "DEADLINE_EXCEEDED" not in str(error):
+                    raise HeapError(self._absence(process, dead, error)) from error
+                continue
+            record: _Record = json.loads(raw)
+            if "identity" in record:
+                self._identities[process] = record["identity"]
+            return record
+
+    def _absence(self, process: int, dead: bool, error: Exception) -> str:
+        step = f"step {self._round} of the creation"
+        if dead:
+            return f"SymmetricHeap: process {process} has died before {step}"
+        return (
+            f"SymmetricHeap: process {process} did not take part in {step} within "
+            f"{self.timeout_s:g} s; create the heap on every process of the mesh, in the same order "
+            f"({error})"
+        )
 
     def _delete(self, round_: int) -> None:
         if round_ >= 0 and self._client is not None and len(self._processes) > 1:
             self._client.key_value_delete(self._key(round_, self._me))
+
+
+def _identity() -> dict[str, str]:
+    """Names this process among all that this host and others ever run."""
+    return {
+        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),
+        "pid": str(os.getpid()),
+        "started": _stat(str(os.getpid()))[1],
+    }
+
+
+def _is_dead(identity: Mapping[str, str] | None, own: Mapping[str, str]) -> bool:
+    """True if this process can see that the other has ended."""
+    if identity is None or any(identity[k] != own[k] for k in ("boot_id", "pid_namespace")):
+        return False
+    try:
+        state, started = _stat(identity["pid"])
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX" or started != identity["started"]
+
+
+def _stat(pid: str) -> tuple[str, str]:
+    """State and start time of a process of this host."""
+    # Fields from the third on, since the second is a name that may hold anything.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 import os
+import re
 from typing import Any
 
 import jax
@@ -15,6 +16,10 @@ from jax_symmkv import _core
 from jax_symmkv.errors import HeapError
 
 Page = jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]
+
+# The address space of a process; far below where offsets into a slab would overflow.
+_MAX_STAGING_NBYTES = 2**47
+_SUB_BYTE = re.compile(r"u?int[124]|float[46]_\w+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +71,14 @@ def size_heap(page: Page, max_current_pages: int, max_prefix_pages: int) -> Sizi
         max_current_pages=requested,
         max_prefix_pages=_count("max_prefix_pages", max_prefix_pages, at_least=0),
     )
-    return _bound(sizing)
+    sizing = _bound(sizing)
+    staging_nbytes = 2 * sizing.num_slots * sum(sizing.page_nbytes)
+    if staging_nbytes > _MAX_STAGING_NBYTES:
+        raise HeapError(
+            f"SymmetricHeap: {sizing.num_slots} slots need {staging_nbytes} bytes of staging, more than "
+            "a process can address; lower max_current_pages or max_prefix_pages"
+        )
+    return sizing
 
 
 def _bound(sizing: Sizing) -> Sizing:
@@ -76,7 +88,7 @@ def _bound(sizing: Sizing) -> Sizing:
     slot_nbytes = 2 * sum(sizing.page_nbytes)
     try:
         slots = int(float(heap_mb) * 2**20) // slot_nbytes - sizing.max_prefix_pages
-    except ValueError:
+    except (ValueError, OverflowError):
         raise HeapError(
             f"SymmetricHeap: SYMMKV_HEAP_MB must be a number of MiB, got {heap_mb!r}"
         ) from None
@@ -95,9 +107,10 @@ def _check_page(page: jax.ShapeDtypeStruct) -> None:
             "SymmetricHeap: page must be a jax.ShapeDtypeStruct or a tuple of them, "
             f"got {type(page).__name__}"
         )
-    if jax.numpy.dtype(page.dtype).name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"):
+    # An extended dtype, such as a PRNG key's, is no np.dtype.
+    if not isinstance(page.dtype, np.dtype) or _SUB_BYTE.fullmatch(page.dtype.name):
         raise HeapError(
-            f"SymmetricHeap: a page can't have dtype {page.dtype}, whose elements share bytes; "
+            f"SymmetricHeap: a page can't have dtype {page.dtype}, whose elements are not whole bytes; "
             "view it as uint8"
         )
     nbytes = _nbytes(page)

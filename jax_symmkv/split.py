@@ -66,15 +66,14 @@ def rank_token_bound(
     whole pages, m = 0 … 4. Others gain no more: filling up a last page that is the rank's own never
     loses (price <= 1), nor does taking 2*cp_size pages off a request that keeps as many, since 2 of
     them were the rank's (price >= 1/cp_size). The least bound is at a price that is the slope
-    between two of these points, or 1/cp_size. Price 1 is one of them, the first page at offset 0;
-    nothing gains there, so that the bound is at most max_extend_tokens.
+    between two of these points. Offset 0 has both ends of the range: its first page costs 1 a token,
+    so that the bound is never above max_extend_tokens, and its next two 1/cp_size.
     """
     own = page_size * np.arange(5)[:, None]
     length = _shortest_lengths(page_size, cp_size)  # [m, j]
     # Prices as fractions num / den, since a float may round to below the bound.
     low, high = np.triu_indices(5, 1)
     num, den = np.broadcast_arrays(own[high] - own[low], length[high] - length[low])
-    num, den = np.append(num, 1), np.append(den, cp_size)
     allowed = (num <= den) & (num * cp_size >= den)
     num, den = np.unique(np.stack([num[allowed], den[allowed]]), axis=1)
     # gain_j times den, [price, j]

@@ -67,7 +67,7 @@ def nothing_left_behind() -> Iterator[None]:
     """No shared memory of ours and no child process outlives a test."""
     before = set(_child_processes())
     yield
-    segments = _settled(_abandoned_segments)
+    segments = _settled(abandoned_segments)
     children = _settled(lambda: [pid for pid in _child_processes() if pid not in before])
     # Away with them, whoever is to blame, so that the next test doesn't fail for this one.
     for segment in segments:
@@ -86,7 +86,7 @@ def _settled(look: Callable[[], list[_T]]) -> list[_T]:
     return found
 
 
-def _abandoned_segments() -> list[Path]:
+def abandoned_segments() -> list[Path]:
     """Names in /dev/shm that no living process owns, or that this process still holds.
 
     Owners hold a lock on their segment; other test runs of this machine may have some, rightly.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ffi/cause.h"
+#include "ffi/shm/stream_copy.h"
 
 namespace symmkv {
 namespace {
@@ -212,13 +213,14 @@ ShmContext::Failure ShmContext::PublishPages(Phase phase, const Batch& batch,
     if (static_cast<uint32_t>(batch.writer[slot]) == rank_) {
       for (uint32_t b = 0; b < geometry_.num_buffers; ++b) {
         const uint64_t page_nbytes = geometry_.page_nbytes[b];
-        std::memcpy(slab.at(geometry_.SlotOffset(exchange, b, static_cast<uint64_t>(slot))),
-                    dense[b].data + static_cast<uint64_t>(batch.page[slot]) * page_nbytes,
-                    static_cast<uint64_t>(run) * page_nbytes);
+        StreamCopy(slab.at(geometry_.SlotOffset(exchange, b, static_cast<uint64_t>(slot))),
+                   dense[b].data + static_cast<uint64_t>(batch.page[slot]) * page_nbytes,
+                   static_cast<uint64_t>(run) * page_nbytes);
       }
     }
     slot += run;
   }
+  StreamFence();  // before the barrier's arrive words
   own->published_epoch = exchange;
   own->published_fingerprint = batch.fingerprint;
   return std::nullopt;

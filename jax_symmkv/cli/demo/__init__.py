@@ -17,9 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "difference. Every prompt is prefilled from its start; one longer than the token budget is cut "
         "to it."
     )
-    parser.epilog = ""
+    parser.epilog = (
+        "The default takes about a minute on 2 cores and 0.5 GB a rank. A larger run: time grows with "
+        "--requests and with the square of the prompts' lengths, which --token-budget bounds; memory by "
+        "about 1 kB a layer for each token of the budget. Each run ends with an estimate for a larger one."
+    )
     parser.add_argument(
-        "--ranks", type=int, default=2, metavar="N", help="processes that share a prompt (default: 2)"
+        "--ranks",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes that share a prompt (default: 2)",
     )
     options.add_arguments(parser)
 
@@ -27,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         job = options.parse(args)
+        if args.ranks < 1:
+            raise ValueError(f"--ranks must be at least 1, got {args.ranks}")
         options.read_job(job)  # a bad trace is said once, not by every rank
         result = run_ranks(
             ["-m", "jax_symmkv.cli.demo.rank", *job.argv()],

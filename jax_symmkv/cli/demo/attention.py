@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jax_symmkv.cli.demo.model import IntArray
 
 QUERY_BLOCK_TOKENS = 128
 KEY_BLOCK_TOKENS = 512
@@ -16,17 +18,17 @@ _MASKED = -1e30  # finite: -inf - -inf would be NaN in rows that have no key yet
 class QueryIndex(NamedTuple):
     """Where a rank's queries are, int32. Local to a rank; padding has request -1."""
 
-    request: jax.Array  # [tokens], index in the batch
-    position: jax.Array  # [tokens], in the request
-    first_key_block: jax.Array  # [query blocks]
-    end_key_block: jax.Array  # [query blocks], one past the last that any query of the block needs
+    request: IntArray  # [tokens], index in the batch
+    position: IntArray  # [tokens], in the request
+    first_key_block: IntArray  # [query blocks]
+    end_key_block: IntArray  # [query blocks], one past the last that any query of the block needs
 
 
 class KeyIndex(NamedTuple):
     """What the pages of the dense buffer hold, int32, the same on every rank."""
 
-    page_request: jax.Array  # [num_dense_pages], index in the batch, -1 for a page not in use
-    page_position: jax.Array  # [num_dense_pages], position of the page's first row in its request
+    page_request: IntArray  # [num_dense_pages], index in the batch, -1 for a page not in use
+    page_position: IntArray  # [num_dense_pages], position of the page's first row in its request
 
 
 def key_block_pages(page_size: int) -> int:
@@ -64,7 +66,7 @@ def paged_attention(
     q = q.reshape(num_query_blocks, QUERY_BLOCK_TOKENS, num_kv_heads, group, head_dim)
     q = q.transpose(0, 2, 3, 1, 4)  # [query blocks, kv heads, group, queries, head_dim]
 
-    def attend_block(block: tuple[jax.Array, ...]) -> jax.Array:
+    def attend_block(block: tuple[Any, ...]) -> jax.Array:
         q_block, request, position, first, end = block
         q_block = q_block.reshape(num_kv_heads, -1, head_dim)
 
@@ -74,19 +76,19 @@ def paged_attention(
             start = index * block_keys
             k_block = jax.lax.dynamic_slice_in_dim(k, start, block_keys, axis=2)
             v_block = jax.lax.dynamic_slice_in_dim(v, start, block_keys, axis=1)
-            same_request = request[:, None] == jax.lax.dynamic_slice_in_dim(
-                key_request, start, block_keys
+            where = (
+                jax.lax.dynamic_slice_in_dim(array, start, block_keys)
+                for array in (key_request, key_position)
             )
-            past = position[:, None] >= jax.lax.dynamic_slice_in_dim(
-                key_position, start, block_keys
-            )
-            visible = jnp.tile(same_request & past, (group, 1))[None]
+            visible = _visible(request, position, *where)
+            visible = jnp.tile(visible, (group, 1))[None]  # the same for every head
             return _online_softmax(carry, q_block @ k_block, visible, v_block)
 
         largest = jnp.full_like(q_block[..., :1], _MASKED)
-        carry = (largest, jnp.zeros_like(largest), jnp.zeros_like(q_block))
-        _, total, weighted = jax.lax.fori_loop(first, end, body, carry)
-        return weighted / jnp.where(total == 0, 1, total)
+        start = (largest, jnp.zeros_like(largest), jnp.zeros_like(q_block))
+        _, total, weighted = jax.lax.fori_loop(first, end, body, start)
+        attended: jax.Array = weighted / jnp.where(total == 0, 1, total)
+        return attended
 
     blocks = (
         q,
@@ -95,9 +97,16 @@ def paged_attention(
         queries.first_key_block,
         queries.end_key_block,
     )
-    out = jax.lax.map(attend_block, blocks)
+    out: jax.Array = jax.lax.map(attend_block, blocks)
     out = out.reshape(num_query_blocks, num_kv_heads, group, QUERY_BLOCK_TOKENS, head_dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(num_tokens, num_heads, head_dim)
+
+
+def _visible(
+    request: jax.Array, position: jax.Array, key_request: jax.Array, key_position: jax.Array
+) -> jax.Array:
+    """bool [queries, keys]. A page's rows behind its request's end have later positions than any query."""
+    return (request[:, None] == key_request) & (position[:, None] >= key_position)
 
 
 def _online_softmax(

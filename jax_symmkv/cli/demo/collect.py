@@ -7,6 +7,7 @@ one. The ticket doesn't order them, and ranks that wait in different places neve
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,10 +17,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 
-def make_rank_sum(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+def make_rank_sum(mesh: Mesh) -> Callable[[jax.Array], Any]:
     """Jits the sum over ranks of an array sharded over its leading axis, replicated."""
 
-    def rank_sum(x: jax.Array) -> jax.Array:
+    def rank_sum(x: jax.Array) -> Any:
         return jax.lax.psum(x, "cp")
 
     return jax.jit(jax.shard_map(rank_sum, mesh=mesh, in_specs=P("cp"), out_specs=P()))

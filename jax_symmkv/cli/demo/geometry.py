@@ -42,9 +42,7 @@ class Geometry:
 
     def page_nbytes(self, config: ModelConfig) -> int:
         """Bytes of one page: K and V of one layer."""
-        return (
-            2 * self.page_size * config.num_kv_heads * config.head_dim * config.kv_dtype.itemsize
-        )
+        return 2 * self.page_size * config.num_kv_heads * config.head_dim * config.kv_dtype.itemsize
 
     def rank_nbytes(self, config: ModelConfig) -> int:
         """Bytes of a rank that grow with the budget: staging, dense buffers, records of all layers.

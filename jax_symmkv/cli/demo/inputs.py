@@ -19,6 +19,7 @@ from jax_symmkv.cli.demo.attention import (
     key_block_pages,
 )
 from jax_symmkv.cli.demo.geometry import Geometry
+from jax_symmkv.cli.demo.model import IntArray
 from jax_symmkv.cli.demo.trace import Batch
 
 Int32 = npt.NDArray[np.int32]
@@ -27,11 +28,11 @@ Int32 = npt.NDArray[np.int32]
 class RankInputs(NamedTuple):
     """What differs between the ranks, int32, padded; sharded over the cp axis on the leading axis."""
 
-    token_id: jax.Array  # [local tokens]
-    page_id: jax.Array  # [local tokens], page of the dense buffer; num_dense_pages for padding
-    row: jax.Array  # [local tokens], row in that page
+    token_id: IntArray  # [local tokens]
+    page_id: IntArray  # [local tokens], page of the dense buffer; num_dense_pages for padding
+    row: IntArray  # [local tokens], row in that page
     queries: QueryIndex
-    last_token: jax.Array  # [max requests], index among the local tokens, or -1: on another rank
+    last_token: IntArray  # [max requests], index among the local tokens, or -1: on another rank
 
 
 class BatchInputs(NamedTuple):
@@ -61,16 +62,14 @@ def make_inputs(
         num_dense_pages=geometry.num_dense_pages,
     )
     token_ids = np.concatenate(prompts)
-    shards = [
-        _rank_inputs(lens, token_ids, geometry, rank) for rank in _local_ranks(mesh)
-    ]
+    shards = [rank_inputs(lens, token_ids, geometry, rank) for rank in _local_ranks(mesh)]
     sharding = NamedSharding(mesh, P("cp"))
 
-    def global_array(*pieces: Int32) -> jax.Array:
+    def global_array(*pieces: Int32) -> Any:
         return jax.make_array_from_process_local_data(sharding, np.concatenate(pieces))
 
     ranks: RankInputs = jax.tree.map(global_array, *shards)
-    return BatchInputs(ranks, _key_index(lens, geometry), plan)
+    return BatchInputs(ranks, key_index(lens, geometry), plan)
 
 
 def _local_ranks(mesh: Mesh) -> list[int]:
@@ -79,9 +78,7 @@ def _local_ranks(mesh: Mesh) -> list[int]:
     return [rank for rank, device in enumerate(mesh.devices) if device.process_index == process]
 
 
-def _rank_inputs(
-    lens: Int32, token_ids: Int32, geometry: Geometry, rank: int
-) -> RankInputs:
+def rank_inputs(lens: Int32, token_ids: Int32, geometry: Geometry, rank: int) -> RankInputs:
     """One rank's share of the batch; arrays of NumPy."""
     size: dict[str, Any] = {"page_size": geometry.page_size}
     no_prefix = np.zeros_like(lens)
@@ -103,7 +100,7 @@ def _rank_inputs(
     last_token = np.full(geometry.max_requests, -1, np.int32)
     found = np.flatnonzero(np.isin(tokens, ends - 1))
     last_token[request[found]] = found
-    return RankInputs(  # type: ignore[arg-type]
+    return RankInputs(
         token_id=np.where(real, token_ids[tokens], 0).astype(np.int32),
         # JAX wraps negative indices, also under mode="drop": padding goes past the end instead.
         page_id=np.where(real, page_id, geometry.num_dense_pages).astype(np.int32),
@@ -134,7 +131,7 @@ def _key_block_range(
     return first.astype(np.int32), end.astype(np.int32)
 
 
-def _key_index(lens: Int32, geometry: Geometry) -> KeyIndex:
+def key_index(lens: Int32, geometry: Geometry) -> KeyIndex:
     """Request and first position of every page of the dense buffer; arrays of NumPy."""
     num_pages = -(-lens // geometry.page_size)
     used = int(num_pages.sum())
@@ -143,4 +140,4 @@ def _key_index(lens: Int32, geometry: Geometry) -> KeyIndex:
     page_request[:used] = np.repeat(np.arange(lens.size), num_pages)
     first_page = np.repeat(np.cumsum(num_pages) - num_pages, num_pages)
     page_position[:used] = (np.arange(used) - first_page) * geometry.page_size
-    return KeyIndex(page_request, page_position)  # type: ignore[arg-type]
+    return KeyIndex(page_request, page_position)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
+
+IntArray = jax.Array | npt.NDArray[np.int32]
 
 _ROPE_BASE = 10_000.0
 
@@ -60,16 +63,15 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     layers, d_model = config.num_layers, config.d_model
     q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
-    def normal(*shape: int) -> jax.Array:
+    def normal(*shape: int) -> Any:
         # The fan-in scale keeps activations and logits near 1, so that one tolerance fits all sizes.
-        weights = rng.standard_normal(shape, dtype=np.float32) / np.sqrt(shape[-2])
-        return weights.astype(np.float32)  # type: ignore[return-value]
+        return rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(shape[-2]))
 
-    def ones(*shape: int) -> jax.Array:
-        return np.ones(shape, np.float32)  # type: ignore[return-value]
+    def ones(*shape: int) -> Any:
+        return np.ones(shape, np.float32)
 
     return Params(
-        embedding=normal(config.vocab_size, d_model) * np.sqrt(config.vocab_size, dtype=np.float32),
+        embedding=normal(config.vocab_size, d_model) * np.float32(np.sqrt(config.vocab_size)),
         layers=LayerParams(
             attention_norm=ones(layers, d_model),
             wq=normal(layers, d_model, q_dim),
@@ -91,7 +93,7 @@ def rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
 
 
-def rope(x: jax.Array, position: jax.Array) -> jax.Array:
+def rope(x: jax.Array, position: IntArray) -> jax.Array:
     """Rotary embedding; x: float32 [tokens, heads, head_dim]; position: int32 [tokens]."""
     half = x.shape[-1] // 2
     frequency = _ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -102,7 +104,7 @@ def rope(x: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def project_qkv(
-    x: jax.Array, position: jax.Array, layer: LayerParams, config: ModelConfig
+    x: jax.Array, position: IntArray, layer: LayerParams, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of tokens.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import resource
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_symmkv as symmkv
-from jax_symmkv.cli.demo import collect, model, options, report, timing, trace
+from jax_symmkv.cli.demo import collect, estimate, model, options, report, timing, trace, verify
 from jax_symmkv.cli.demo.geometry import Geometry
 from jax_symmkv.cli.demo.replay import Replay
 
@@ -35,65 +35,68 @@ def main(argv: Sequence[str], compose: Callable[..., Any] = symmkv.compose) -> i
     mesh = Mesh(np.array(jax.devices()), ("cp",))
     config = model.ModelConfig(num_layers=job.num_layers)
     geometry = Geometry(mesh.size, job.page_size, job.token_budget, options.MAX_BATCH_REQUESTS)
-    with symmkv.SymmetricHeap(
-        mesh,
-        "cp",
-        page=config.page_struct(job.page_size),
-        max_current_pages=geometry.current_page_cap,
-    ) as heap:
-        return _run_job(job, heap, config, geometry, compose, rank_report)
-
-
-def _run_job(
-    job: options.Options,
-    heap: symmkv.SymmetricHeap,
-    config: model.ModelConfig,
-    geometry: Geometry,
-    compose: Callable[..., Any],
-    rank_report: report.Report,
-) -> int:
     requests, batches = options.read_job(job)
-    rank_report.line(_heading(job, heap, requests, batches))
-    start = time.perf_counter()
-    replay = Replay(heap, config, geometry, compose)
-    prompts = [
-        [
-            trace.prompt_tokens(requests[index], num_tokens, config.vocab_size)
-            for index, num_tokens in zip(batch.requests, batch.extend_lens, strict=True)
-        ]
-        for batch in batches
-    ]
-    replay.warm_up(batches[0], prompts[0])
-    rank_report.line(f"compiled in {time.perf_counter() - start:.1f} s")
+    page = config.page_struct(job.page_size)
+    cap = geometry.current_page_cap
+    with symmkv.SymmetricHeap(mesh, "cp", page=page, max_current_pages=cap) as heap:
+        rank_report.line(_heading(job, heap, requests, batches))
+        start = time.perf_counter()
+        replay = Replay(heap, config, geometry, compose)
+        replay.warm_up(batches[0], requests)
+        rank_report.line(f"compiled in {time.perf_counter() - start:.0f} s")
+        start = time.perf_counter()
+        run = _replay_all(replay, requests, batches, rank_report)
+        heap.check()
+        job_s = time.perf_counter() - start
+
+    sizes = {"num_layers": config.num_layers, "cp_size": geometry.cp_size}
+    rank_report.line()
+    rank_report.table(run.results, page_nbytes=geometry.page_nbytes(config), **sizes)
+    rank_report.line()
+    rank_report.line(_summary(run, job_s))
+    rank_report.line(estimate.larger_run(requests, geometry, config, job_s))
+    rank_report.line()
+    rank_report.verdict(run.verdict, num_batches=len(batches), **sizes)
+    return 0 if run.verdict.ok else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What all ranks found together; prefill_s is the sum over the batches, on each's slowest rank."""
+
+    results: list[report.BatchResult]
+    prefill_s: float
+    verdict: verify.Verdict
+
+
+def _replay_all(
+    replay: Replay,
+    requests: Sequence[trace.Request],
+    batches: Sequence[trace.Batch],
+    rank_report: report.Report,
+) -> _Run:
     prefill_s, exchange_us = [], []
     with rank_report.progress("prefill, timed and verified", len(batches), "batches") as advance:
-        for batch, batch_prompts in zip(batches, prompts, strict=True):
-            seconds, times_us = replay.run(batch, batch_prompts)
+        for batch in batches:
+            seconds, times_us = replay.run(batch, requests)
             prefill_s.append(seconds)
             exchange_us.append(times_us)
             advance()
-    heap.check()
     verifier = replay.verifier
     with rank_report.progress("one-rank run", verifier.num_kept, "requests") as advance:
         verifier.check_outputs(advance)
-    verdict = verifier.verdict()
     slowest_s = collect.from_every_process(np.array(prefill_s, np.float32)).max(axis=0)
     slowest_us = timing.slowest_rank_median(collect.from_every_process(np.array(exchange_us)))
     results = [
-        report.BatchResult(batch.num_tokens, _num_pages(batch, job.page_size), *map(float, us))
-        for batch, us in zip(batches, slowest_us, strict=True)
+        report.BatchResult(
+            num_tokens=batch.num_tokens,
+            num_pages=replay.num_pages(batch),
+            compose_us=float(compose_us),
+            collective_us=float(collective_us),
+        )
+        for batch, (compose_us, collective_us) in zip(batches, slowest_us, strict=True)
     ]
-    sizes = {"num_layers": job.num_layers, "cp_size": heap.cp_size}
-    rank_report.line()
-    rank_report.table(results, page_nbytes=geometry.page_nbytes(config), **sizes)
-    rank_report.line()
-    rank_report.line(_summary(batches, float(slowest_s.sum()), time.perf_counter() - start))
-    rank_report.verdict(verdict, num_batches=len(batches), **sizes)
-    return 0 if verdict.ok else 1
-
-
-def _num_pages(batch: trace.Batch, page_size: int) -> int:
-    return sum(-(-num_tokens // page_size) for num_tokens in batch.extend_lens)
+    return _Run(results, float(slowest_s.sum()), verifier.verdict())
 
 
 def _heading(
@@ -111,12 +114,11 @@ def _heading(
     )
 
 
-def _summary(batches: Sequence[trace.Batch], prefill_s: float, wall_s: float) -> str:
-    num_tokens = sum(batch.num_tokens for batch in batches)
-    rss_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _summary(run: _Run, job_s: float) -> str:
+    num_tokens = sum(result.num_tokens for result in run.results)
     return (
-        f"prefill alone: {num_tokens / prefill_s:,.0f} tokens/s; with timing and verification "
-        f"{wall_s:.0f} s, {report.format_nbytes(rss_nbytes)} of memory a rank"
+        f"prefill alone: {num_tokens / run.prefill_s:,.0f} tokens/s; with timing and verification "
+        f"{estimate.format_duration(job_s)}, {estimate.peak_rank_nbytes() / 1e9:.1f} GB a rank"
     )
 
 

@@ -72,5 +72,5 @@ def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.where(visible, queries @ k, -jnp.inf)
         return (jax.nn.softmax(scores, axis=-1) @ v).transpose(1, 0, 2)
 
-    out = jax.lax.map(attend, jnp.arange(0, num_tokens, chunk))
+    out: jax.Array = jax.lax.map(attend, jnp.arange(0, num_tokens, chunk))
     return out.reshape(num_tokens, num_heads, head_dim)

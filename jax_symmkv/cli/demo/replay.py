@@ -45,35 +45,48 @@ class Replay:
         self.verifier = verify.Verifier(mesh, config, params)
         self._dense = _zeros(mesh, config, geometry)
         self._ticket: jax.Array = jax.jit(
-            jax.shard_map(lambda: symmkv.new_ticket(heap), mesh=mesh, in_specs=(), out_specs=P("cp"))
+            jax.shard_map(
+                lambda: symmkv.new_ticket(heap), mesh=mesh, in_specs=(), out_specs=P("cp")
+            )
         )()
 
-    def warm_up(self, batch: trace.Batch, prompts: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Compiles and runs the timed programs once, untimed."""
-        self._timed_prefill(self._inputs(batch, prompts))
-        self._time_exchange(self._inputs(batch, prompts))
+    def warm_up(self, batch: trace.Batch, requests: Sequence[trace.Request]) -> None:
+        """Compiles the programs and runs them once, untimed."""
+        inputs = self._inputs(batch, self._prompts(batch, requests))
+        self._timed_prefill(inputs)
+        self._time_exchange(inputs)
+        self._record(inputs)
 
     def run(
-        self, batch: trace.Batch, prompts: Sequence[npt.NDArray[np.int32]]
+        self, batch: trace.Batch, requests: Sequence[trace.Request]
     ) -> tuple[float, npt.NDArray[np.float32]]:
         """Prefills, times and verifies one batch.
 
         Returns:
           seconds of the prefill, and µs of its exchange as ExchangeTimer has it, both on this rank.
         """
+        prompts = self._prompts(batch, requests)
         inputs = self._inputs(batch, prompts)
         logits, prefill_s = self._timed_prefill(inputs)
         times_us = self._time_exchange(inputs)
-        self._dense, self._ticket, _, (local, composed) = jax.block_until_ready(
-            self._recorded_prefill(self._params, self._dense, *inputs, self._ticket)
-        )
-        self.verifier.check_dense(local, composed, inputs.plan)
+        self.verifier.check_dense(*self._record(inputs), inputs.plan)
         self.verifier.keep_outputs(batch, prompts, logits)
         return prefill_s, times_us
 
-    def _inputs(
-        self, batch: trace.Batch, prompts: Sequence[npt.NDArray[np.int32]]
-    ) -> BatchInputs:
+    def num_pages(self, batch: trace.Batch) -> int:
+        """Current pages of a batch."""
+        page_size = self._geometry.page_size
+        return sum(-(-num_tokens // page_size) for num_tokens in batch.extend_lens)
+
+    def _prompts(
+        self, batch: trace.Batch, requests: Sequence[trace.Request]
+    ) -> list[npt.NDArray[np.int32]]:
+        return [
+            trace.prompt_tokens(requests[index], num_tokens, self._config.vocab_size)
+            for index, num_tokens in zip(batch.requests, batch.extend_lens, strict=True)
+        ]
+
+    def _inputs(self, batch: trace.Batch, prompts: Sequence[npt.NDArray[np.int32]]) -> BatchInputs:
         heap = self._heap
         return make_inputs(batch, prompts, self._geometry, heap.mesh, heap.max_current_pages)
 
@@ -84,6 +97,13 @@ class Replay:
             self._prefill(self._params, self._dense, *inputs, self._ticket)
         )
         return logits, time.perf_counter() - start
+
+    def _record(self, inputs: BatchInputs) -> tuple[Dense, Dense]:
+        """Prefills again, for the dense buffers of every layer before and after compose."""
+        self._dense, self._ticket, _, (local, composed) = jax.block_until_ready(
+            self._recorded_prefill(self._params, self._dense, *inputs, self._ticket)
+        )
+        return local, composed
 
     def _time_exchange(self, inputs: BatchInputs) -> npt.NDArray[np.float32]:
         self._dense, self._ticket, times_us = self._timer.time(

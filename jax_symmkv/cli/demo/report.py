@@ -71,8 +71,14 @@ class Report:
             yield lambda: None
         elif self._out.isatty() and importlib.util.find_spec("rich"):
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-            from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
 
             columns = (
                 TextColumn(what),
@@ -107,7 +113,9 @@ class Report:
     ) -> None:
         """One row per size of batch and one for all of them; times are medians over the batches."""
         classes = sorted({_size_class(r.num_pages) for r in results})
-        groups = [(_size_label(c), [r for r in results if _size_class(r.num_pages) == c]) for c in classes]
+        groups = [
+            (_size_label(c), [r for r in results if _size_class(r.num_pages) == c]) for c in classes
+        ]
         if len(groups) > 1:
             groups.append(("all", list(results)))
         rows = []
@@ -122,7 +130,7 @@ class Report:
                     f"{sum(r.num_tokens for r in group):,}",
                     f"{exchanged_pages:,}",
                     # A page goes from its writer to every other rank.
-                    format_nbytes(exchanged_pages * page_nbytes * (cp_size - 1)),
+                    _format_nbytes(exchanged_pages * page_nbytes * (cp_size - 1)),
                     f"{compose_us:,.0f}",
                     f"{collective_us:,.0f}",
                     f"{collective_us / compose_us:.1f}x",
@@ -141,7 +149,9 @@ class Report:
         """Two lines, `verified:` or `FAILED:`."""
         buffers = f"{num_batches} batches x {num_layers} layers x {cp_size} ranks"
         if verdict.first_difference is None:
-            self.line(f"verified: dense buffers ({buffers}) equal the collective path's, byte for byte")
+            self.line(
+                f"verified: dense buffers ({buffers}) equal the collective path's, byte for byte"
+            )
         else:
             batch, layer, rank = verdict.first_difference
             self.line(
@@ -158,15 +168,11 @@ class Report:
         )
 
 
-def format_nbytes(nbytes: float) -> str:
-    """Three digits or so, in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            break
-        nbytes /= 1000
-    else:
-        unit = "TB"
-    return f"{nbytes:.0f} {unit}" if nbytes >= 100 or unit == "B" else f"{nbytes:.1f} {unit}"
+def _format_nbytes(nbytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.1f} {unit}"
+    return f"{nbytes / 1e3:,.1f} kB"
 
 
 def _align(cells: Sequence[str], widths: Sequence[int]) -> str:

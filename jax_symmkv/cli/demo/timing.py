@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,7 +47,8 @@ class ExchangeTimer:
             start = time.perf_counter()
             dense = jax.block_until_ready(self._collective_loop(dense, plan))
             times_us[repeat, 1] = time.perf_counter() - start
-        return dense, ticket, times_us * 1e6 / _LOOP_EXCHANGES
+        times_us *= 1e6 / _LOOP_EXCHANGES
+        return dense, ticket, times_us
 
 
 def slowest_rank_median(times_us: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -54,10 +56,8 @@ def slowest_rank_median(times_us: npt.NDArray[np.float32]) -> npt.NDArray[np.flo
     return np.asarray(np.median(times_us.max(axis=0), axis=1))
 
 
-def _make_compose_loop(mesh: Mesh, compose: Compose) -> Callable[..., tuple[Dense, jax.Array]]:
-    def loop(
-        dense: Dense, plan: symmkv.ComposePlan, ticket: jax.Array
-    ) -> tuple[Dense, jax.Array]:
+def _make_compose_loop(mesh: Mesh, compose: Compose) -> Callable[..., Any]:
+    def loop(dense: Dense, plan: symmkv.ComposePlan, ticket: jax.Array) -> Any:
         def body(_: jax.Array, carry: tuple[Dense, jax.Array]) -> tuple[Dense, jax.Array]:
             return compose(carry[0], plan, carry[1])
 
@@ -69,9 +69,9 @@ def _make_compose_loop(mesh: Mesh, compose: Compose) -> Callable[..., tuple[Dens
     return jax.jit(sharded, donate_argnames=("dense", "ticket"))
 
 
-def _make_collective_loop(mesh: Mesh) -> Callable[..., Dense]:
-    def loop(dense: Dense, plan: symmkv.ComposePlan) -> Dense:
-        def body(_: jax.Array, dense: Dense) -> Dense:
+def _make_collective_loop(mesh: Mesh) -> Callable[..., Any]:
+    def loop(dense: Dense, plan: symmkv.ComposePlan) -> Any:
+        def body(_: jax.Array, dense: Dense) -> Any:
             return symmkv.collective_compose(dense, plan, axis_name="cp")
 
         return jax.lax.fori_loop(0, _LOOP_EXCHANGES, body, dense)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ class Verdict:
         return not (self.differing_pages or self.wrong_logits or self.wrong_tokens)
 
 
-def make_oracle_check(mesh: Mesh) -> Callable[..., jax.Array]:
+def make_oracle_check(mesh: Mesh) -> Callable[..., Any]:
     """Jits `check(local, composed, plan)`, a program of its own with XLA's collectives alone.
 
     Both are K and V of every layer, [num_layers, cp * num_dense_pages, ...]: before and after compose.
@@ -58,7 +59,7 @@ def make_oracle_check(mesh: Mesh) -> Callable[..., jax.Array]:
       differ in any byte from what `collective_compose` makes of `local`, untouched pages included.
     """
 
-    def check(local: Dense, composed: Dense, plan: symmkv.ComposePlan) -> jax.Array:
+    def check(local: Dense, composed: Dense, plan: symmkv.ComposePlan) -> Any:
         def layer_check(_: None, layer: tuple[Dense, Dense]) -> tuple[None, jax.Array]:
             before, after = layer
             expected = symmkv.collective_compose(before, plan, axis_name="cp")
@@ -94,9 +95,7 @@ class Verifier:
         self._kept: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = []
         self._outputs: list[tuple[float, bool, bool]] = []  # difference, same token, near-tie
 
-    def check_dense(
-        self, local: Dense, composed: Dense, plan: symmkv.ComposePlan
-    ) -> None:
+    def check_dense(self, local: Dense, composed: Dense, plan: symmkv.ComposePlan) -> None:
         """Compares a batch's dense buffers of all layers with the oracle's; called on every rank."""
         self._differing.append(np.asarray(self._oracle_check(local, composed, plan)))
 
@@ -125,7 +124,7 @@ class Verifier:
         """Compares the outputs kept with the one-rank run; calls `advance` after each request."""
         for prompt, actual in self._kept:
             expected = reference.last_token_logits(self._params, prompt, self._config)
-            self._outputs.append(_compare(actual, expected))
+            self._outputs.append(compare_logits(actual, expected))
             advance()
 
     def verdict(self) -> Verdict:
@@ -159,7 +158,7 @@ class Verifier:
         )
 
 
-def _compare(
+def compare_logits(
     actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]
 ) -> tuple[float, bool, bool]:
     """Largest difference of the logits, same greedy token, near-tie of the expected top two."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,31 +152,3 @@ def test_launch_help_says_how_to_run_a_module() -> None:
     parser = argparse.ArgumentParser()
     launch.add_arguments(parser)
     assert "-- -m module" in parser.format_help()
-
-
-REPORT = """
-import os, sys
-print(sys.argv, sys.path, __name__, __file__, sys.modules["__main__"].__dict__ is globals())
-import beside
-sys.exit(3)
-"""
-
-
-@pytest.mark.parametrize("argv", [["sub/script.py", "a", "-b"], ["-m", "sub.script", "a", "-m"]])
-def test_program_sees_what_python_would_show_it(argv: list[str], tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "script.py").write_text(REPORT)
-    for place in (tmp_path, tmp_path / "sub"):
-        (place / "beside.py").write_text("print('beside', __file__)")
-    # A rank is `python -m jax_symmkv.cli.rank ...`; without its connection, it is this module.
-    (tmp_path / "as_rank.py").write_text(
-        "import sys; from jax_symmkv.cli.rank import run_as_python_would as f; f(sys.argv[1:])"
-    )
-    outputs = []
-    for command in (argv, ["-m", "as_rank", *argv]):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-        )
-        assert done.returncode == 3
-        outputs.append(done.stdout.splitlines())
-    assert outputs[0] == outputs[1]

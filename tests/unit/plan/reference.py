@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
+
+# No deadline: machines that run tests are busy.
+examples = settings(deadline=None, max_examples=60)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_symmkv.plan import ComposePlan, build_plan, interleaved
@@ -25,12 +25,13 @@ from tests.unit.plan.reference import (
     Batch,
     batches,
     block_sizes,
+    examples,
     padded,
     page_writers,
     remapped_batches,
 )
 
-pytestmark = register_ci(suite="unit", est_s=8)
+pytestmark = register_ci(suite="unit", est_s=6)
 
 ARRAYS = (
     "current_page",
@@ -82,7 +83,7 @@ def test_build_plan_worked_example() -> None:
     assert (plan.page_size, plan.cp_size, plan.num_dense_pages) == (4, 2, 9)
 
 
-@settings(deadline=None)
+@examples
 @given(remapped_batches(), st.integers(0, 3), st.data())
 def test_build_plan_any_batch_equals_reference(
     case: tuple[Batch, int, list[int] | None], spare: int, data: st.DataObject
@@ -120,7 +121,7 @@ def test_build_plan_any_batch_equals_reference(
     assert statics == (batch.page_size, batch.cp_size, num_dense_pages)
 
 
-@settings(deadline=None)
+@examples
 @given(remapped_batches())
 def test_build_plan_no_page_has_two_writers(case: tuple[Batch, int, list[int] | None]) -> None:
     batch, num_dense_pages, dense_page = case
@@ -140,7 +141,7 @@ def test_build_plan_takes_no_rank_and_repeats_itself() -> None:
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
 
 
-@settings(deadline=None)
+@examples
 @given(batches())
 def test_build_plan_without_room_for_prefixes_only_shifts(batch: Batch) -> None:
     plan = plan_of(batch)
@@ -195,7 +196,7 @@ def test_build_plan_accepts_numpy_and_jax_integers() -> None:
 # --- the split -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
+@examples
 @given(st.integers(1, 8), st.integers(0, 200), st.integers(0, 9))
 def test_split_shares_of_a_request_differ_by_two_pages_at_most(
     cp_size: int, num_pages: int, request: int
@@ -210,7 +211,7 @@ def test_split_shares_of_a_request_differ_by_two_pages_at_most(
         assert np.sum(np.diff(mine) > 1) <= 1
 
 
-@settings(deadline=None)
+@examples
 @given(st.integers(1, 8), st.integers(1, 800), st.integers(0, 9))
 def test_split_causal_work_is_balanced(cp_size: int, num_pages: int, request: int) -> None:
     """Page i attends to i + 1 pages. Rounding to pages costs a rank at most 2 pages' work.
@@ -276,7 +277,7 @@ def test_fingerprint_changes_with_cp_size_alone() -> None:
     assert len({fingerprint(plan) for plan in plans}) == len(plans)
 
 
-@settings(deadline=None)
+@examples
 @given(batches(), batches())
 def test_fingerprint_is_equal_exactly_where_plans_are(one: Batch, other: Batch) -> None:
     plans = [plan_of(one), plan_of(other)]

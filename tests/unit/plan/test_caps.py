@@ -9,20 +9,20 @@ import functools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_symmkv.plan import build_plan, current_page_cap, local_token_cap, local_tokens
 from tests.registry import register_ci
-from tests.unit.plan.reference import Batch, batches, page_writers
+from tests.unit.plan.reference import Batch, batches, examples, page_writers
 
-pytestmark = register_ci(suite="unit", est_s=6)
+pytestmark = register_ci(suite="unit", est_s=3)
 
 
 # --- current pages -------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
+@examples
 @given(batches())
 def test_current_page_cap_holds_any_batch(batch: Batch) -> None:
     cap = current_page_cap(
@@ -96,7 +96,7 @@ def test_local_token_cap_against_every_batch(page_size: int, cp_size: int) -> No
     assert np.mean(np.array(excess) == 0) >= 0.4
 
 
-@settings(deadline=None)
+@examples
 @given(batches(max_requests=12))
 def test_local_token_cap_holds_any_batch(batch: Batch) -> None:
     total, requests = max(1, sum(batch.extend_lens)), max(1, len(batch.extend_lens))
@@ -135,7 +135,7 @@ def test_local_token_cap_is_attained_by_a_mix_of_lengths(cp_size: int) -> None:
     assert own.size <= cap <= own.size * 1.05
 
 
-@settings(deadline=None)
+@examples
 @given(
     st.integers(1, 10**6),
     st.integers(1, 200),

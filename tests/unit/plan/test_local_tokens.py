@@ -6,17 +6,19 @@ bug.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_symmkv.errors import PlanError
 from jax_symmkv.plan import build_plan, dense_positions, local_tokens
 from tests.registry import register_ci
-from tests.unit.plan.reference import Batch, batches, padded, remapped_batches
+from tests.unit.plan.reference import Batch, batches, examples, padded, remapped_batches
 
-pytestmark = register_ci(suite="unit", est_s=4)
+pytestmark = register_ci(suite="unit", est_s=3)
 
 
 def of_ranks(batch: Batch, pad_to: int | None = None) -> list[np.ndarray]:
@@ -28,13 +30,18 @@ def of_ranks(batch: Batch, pad_to: int | None = None) -> list[np.ndarray]:
 
 def test_local_tokens_worked_example() -> None:
     # 10 tokens in pages 0-3 | 4-7 | 8-9 for ranks 0, 1, 1; then 2 tokens in a page of rank 1.
-    lens = {"prefix_lens": [4, 0], "extend_lens": [10, 2], "page_size": 4, "cp_size": 2}
+    lens: dict[str, Any] = {
+        "prefix_lens": [4, 0],
+        "extend_lens": [10, 2],
+        "page_size": 4,
+        "cp_size": 2,
+    }
     assert local_tokens(**lens, rank=0).tolist() == [0, 1, 2, 3]
     assert local_tokens(**lens, rank=1).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     assert local_tokens(**lens, rank=0, pad_to=8).tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
 
 
-@settings(deadline=None)
+@examples
 @given(batches(), st.integers(0, 9))
 def test_local_tokens_any_batch_equals_reference(batch: Batch, spare: int) -> None:
     current, _ = batch.lay_out()
@@ -48,7 +55,7 @@ def test_local_tokens_any_batch_equals_reference(batch: Batch, spare: int) -> No
     assert all(tokens.dtype == np.int32 for tokens in of_ranks(batch, pad_to))
 
 
-@settings(deadline=None)
+@examples
 @given(batches())
 def test_local_tokens_partition_the_batch(batch: Batch) -> None:
     ranks = of_ranks(batch)
@@ -56,7 +63,7 @@ def test_local_tokens_partition_the_batch(batch: Batch) -> None:
     assert all(np.all(np.diff(tokens) > 0) for tokens in ranks)
 
 
-@settings(deadline=None)
+@examples
 @given(remapped_batches())
 def test_local_tokens_lie_in_the_pages_that_the_rank_writes(
     case: tuple[Batch, int, list[int] | None],
@@ -81,13 +88,13 @@ def test_local_tokens_lie_in_the_pages_that_the_rank_writes(
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_local_tokens_too_many_for_pad_to_raises_on_every_rank(rank: int) -> None:
     """Rank 2 has no token; did it not raise, it would wait for the others in vain."""
-    lens = {"prefix_lens": [0], "extend_lens": [8], "page_size": 4, "cp_size": 3}
+    lens: dict[str, Any] = {"prefix_lens": [0], "extend_lens": [8], "page_size": 4, "cp_size": 3}
     with pytest.raises(PlanError, match="rank 0 has 4 tokens of this batch and pad_to is 3"):
         local_tokens(**lens, rank=rank, pad_to=3)
     assert local_tokens(**lens, rank=rank, pad_to=4).size == 4
 
 
-@settings(deadline=None)
+@examples
 @given(remapped_batches(), st.data())
 def test_dense_positions_any_tokens_equal_reference(
     case: tuple[Batch, int, list[int] | None], data: st.DataObject

@@ -1,0 +1,109 @@
+"""The bench's picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")  # no display needed; before pyplot
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from jax_symmkv.cli.bench.report import format_nbytes
+
+# name: label, color, line width
+_LOOKS: dict[str, tuple[str, str, float]] = {
+    "psum": ("XLA psum (Gloo)", "#c8553d", 1.8),
+    "all_gather": ("XLA all_gather (Gloo)", "#e09f3e", 1.8),
+    "three_calls": ("publish, barrier, gather", "#7ba7bc", 1.8),
+    "compose": ("compose", "#1d4e89", 2.8),
+    "memcpy": ("memcpy (bound)", "#8a8a8a", 1.5),
+}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Times on the left, with their quartiles; on the right how many times faster compose is."""
+    cases = [case for case in result["cases"] if case["received_nbytes"]]
+    with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, (times, ratios) = plt.subplots(
+            1, 2, figsize=(12.5, 5.2), width_ratios=(1.25, 1), layout="constrained"
+        )
+        _draw_times(times, cases)
+        _draw_ratios(ratios, cases)
+        versions = result["versions"]
+        figure.suptitle(
+            f"One exchange of KV pages: {result['ranks']} ranks on {result['cores']} cores of "
+            f"{result['cpu_model']}, jax {versions['jax']}",
+            fontsize=12,
+        )
+        figure.savefig(path, dpi=160)
+        plt.close(figure)
+
+
+def _draw_times(axes: Axes, cases: list[dict[str, Any]]) -> None:
+    nbytes = [case["received_nbytes"] for case in cases]
+    for name, (label, color, width) in _LOOKS.items():
+        runs = [case["variants"][name] for case in cases]
+        low, high = zip(*(run["quartiles_us"] for run in runs), strict=True)
+        style = "--" if name == "memcpy" else "-"
+        axes.fill_between(nbytes, low, high, color=color, alpha=0.18, linewidth=0)
+        axes.plot(
+            nbytes,
+            [run["median_us"] for run in runs],
+            style,
+            color=color,
+            linewidth=width,
+            marker="o",
+            markersize=4.5,
+            label=label,
+        )
+    _size_axis(axes, nbytes)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: _duration(us)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_title("time per exchange (median, quartiles shaded)", fontsize=10, loc="left")
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _draw_ratios(axes: Axes, cases: list[dict[str, Any]]) -> None:
+    nbytes = [case["received_nbytes"] for case in cases]
+    for name in ("psum", "all_gather", "memcpy"):
+        label, color, width = _LOOKS[name]
+        values = [
+            case["variants"][name]["median_us"] / case["variants"]["compose"]["median_us"]
+            for case in cases
+        ]
+        style = "--" if name == "memcpy" else "-"
+        axes.plot(nbytes, values, style, color=color, linewidth=width, marker="o", markersize=4.5)
+        for x, value in zip(nbytes, values, strict=True):
+            text = f"{value:.0%}" if name == "memcpy" else f"{value:.1f}x"
+            axes.annotate(
+                text, (x, value), (0, 7), textcoords="offset points", ha="center", color=color, fontsize=9
+            )
+        axes.annotate(
+            f"  {label}", (nbytes[-1], values[-1]), (8, 0), textcoords="offset points", va="center",
+            color=color, fontsize=9,
+        )
+    axes.axhline(1, color="#444444", linewidth=0.8)
+    _size_axis(axes, nbytes)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_title("their time / compose's", fontsize=10, loc="left")
+
+
+def _size_axis(axes: Axes, nbytes: list[int]) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(nbytes, [format_nbytes(n) for n in nbytes])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", which="minor", length=0)
+    axes.set_xlabel("received by each rank")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+
+
+def _duration(us: float) -> str:
+    return f"{us / 1000:g} ms" if us >= 1000 else f"{us:g} µs"

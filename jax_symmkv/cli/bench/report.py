@@ -1,0 +1,120 @@
+"""The bench's table, and its JSON. The result is what the ranks wrote, and the command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jax_symmkv.cli.bench.options import format_size
+
+COLUMNS = (
+    "received",
+    "pages",
+    "compose µs",
+    "3 calls µs",
+    "psum µs",
+    "all_gather µs",
+    "memcpy µs",
+    "compose GB/s",
+    "vs psum",
+    "vs all_gather",
+    "of memcpy",
+)
+
+_NOTES = (
+    "received: bytes that each rank gathers from its peers in an exchange; pages: what each publishes.",
+    "µs: per operation, on the slowest rank, median of the samples; the variants take turns.",
+    "psum, all_gather: of the same pages, by XLA over Gloo, without moving them into the dense buffer.",
+    "memcpy: as many bytes as are published and gathered, in two pieces, on every rank's core at once.",
+    "GB/s: received; of memcpy: compose's speed as a share of memcpy's. Every variant's bytes were checked.",
+)
+
+
+def show(result: dict[str, Any]) -> None:
+    rows = [table_row(case) for case in result["cases"]]
+    for line in heading(result):
+        print(line)
+    print()
+    if importlib.util.find_spec("rich"):
+        _print_rich(rows)
+    else:
+        print("\n".join(plain_table(rows)))
+    print()
+    for line in _NOTES:
+        print(line)
+
+
+def heading(result: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        f"$ {result['command']}",
+        f"{result['date']}; {versions}",
+        f"{result['cpu_model']}, {result['cores']} cores; {result['ranks']} ranks over "
+        f"{result['transport']}, {result['placement']}; {result['repeats']} samples each",
+    ]
+
+
+def table_row(case: dict[str, Any]) -> tuple[str, ...]:
+    """Of COLUMNS; "" where there is nothing to compare, as without data."""
+    us = {name: variant["median_us"] for name, variant in case["variants"].items()}
+    compose_us, memcpy_us = us["compose"], us.get("memcpy")
+    received = case["received_nbytes"]
+    return (
+        format_nbytes(received) if received else "no data",
+        f"{case['pages_published']} x {format_nbytes(case['page_nbytes'])}" if received else "",
+        *(format_us(us[name]) for name in ("compose", "three_calls", "psum", "all_gather")),
+        "" if memcpy_us is None else format_us(memcpy_us),
+        f"{received / compose_us / 1e3:.2f}" if received else "",
+        f"{us['psum'] / compose_us:.1f}x",
+        f"{us['all_gather'] / compose_us:.1f}x",
+        "" if memcpy_us is None else f"{memcpy_us / compose_us:.0%}",
+    )
+
+
+def plain_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+
+    def align(cells: Sequence[str]) -> str:
+        return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+    return [align(COLUMNS), "  ".join("-" * width for width in widths), *map(align, rows)]
+
+
+def to_json(result: dict[str, Any]) -> str:
+    """Indented, with each list of numbers on one line."""
+    text = json.dumps(result, indent=1, ensure_ascii=False)
+    flat = re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text)
+    return flat + "\n"
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Three digits, in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5 or unit == "GB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.3g} {unit}"
+
+
+def format_us(us: float) -> str:
+    return f"{us:,.0f}" if us >= 99.95 else f"{us:.1f}"
+
+
+def _print_rich(rows: Sequence[tuple[str, ...]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in COLUMNS:
+        style = "bold green" if name.startswith(("compose", "vs", "of")) else None
+        table.add_column(name, justify="right", style=style, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    # A table that is cut at the terminal's edge says nothing: let the terminal wrap it.
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=999)).maximum)
+    console.print(table)

@@ -1,0 +1,40 @@
+"""Finds what a compiled program copies, from the text of its optimized HLO."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\(")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_ITEM_NBYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+# What names a buffer, hands it on or updates it in place. A fusion is judged by the computation that it
+# calls, whose instructions stand in the text as well.
+_NO_NEW_BUFFER = frozenset(
+    "parameter tuple get-tuple-element bitcast while conditional call fusion scatter "
+    "dynamic-update-slice optimization-barrier".split()
+)
+
+
+def new_buffers(text: str, nbytes: int) -> list[str]:
+    """The instructions, those in fusions included, that write an array of `nbytes` or more anew."""
+    found = []
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None or match["opcode"] in _NO_NEW_BUFFER:
+            continue
+        if match["opcode"] == "custom-call" and "output_to_operand_aliasing" in line:
+            continue
+        if max(map(_nbytes, _ARRAY.findall(match["type"])), default=0) >= nbytes:
+            found.append(line.strip())
+    return found
+
+
+def _nbytes(array: tuple[str, str]) -> int:
+    dtype, dims = array
+    if dtype in _ITEM_NBYTES:
+        item_nbytes = _ITEM_NBYTES[dtype]
+    else:  # f32, u8, f8e4m3fn, ...
+        bits = re.match(r"[a-z](\d+)", dtype)
+        item_nbytes = int(bits[1]) // 8 if bits else 0  # a token has no bytes
+    return item_nbytes * math.prod(int(d) for d in dims.split(",") if d)
