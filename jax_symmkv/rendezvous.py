@@ -104,17 +104,19 @@ class Rendezvous:
 
     def _read(self, process: int, deadline: float) -> _Record:
         assert self._client is not None  # the constructor saw to it
+        dead = False
         while True:
-            # Before the look for its record, which counts if it was posted before the death.
-            dead = _is_dead(self._identities.get(process), self._identities[self._me])
             left_s = deadline - time.monotonic()
+            slice_s = 0.0 if dead else min(left_s, _SLICE_S)
             try:
                 raw = self._client.blocking_key_value_get_bytes(
-                    self._key(self._round, process), max(1, int(1000 * min(left_s, _SLICE_S)))
+                    self._key(self._round, process), max(1, int(1000 * slice_s))
                 )
             except jax.errors.JaxRuntimeError as error:
                 if dead or left_s <= _SLICE_S or "DEADLINE_EXCEEDED" not in str(error):
                     raise HeapError(self._absence(process, dead, error)) from error
+                # If so, one more look for the record: it may have posted it, then died, since the last.
+                dead = _is_dead(self._identities.get(process), self._identities[self._me])
                 continue
             record: _Record = json.loads(raw)
             if "identity" in record:

@@ -95,13 +95,14 @@ def sharded(
     heap: SymmetricHeap,
     *,
     spec: Any = None,
-    plan_spec: PartitionSpec = PartitionSpec(),
+    plan_spec: Any = None,
     check_vma: bool = True,
     donate: bool = False,
 ) -> Callable[..., Any]:
     """The body under jit and a shard_map over the heap's mesh."""
     spec = PartitionSpec(heap.axis_name) if spec is None else spec
+    in_specs = (spec, PartitionSpec() if plan_spec is None else plan_spec)
     mapped = jax.shard_map(
-        body, mesh=heap.mesh, in_specs=(spec, plan_spec), out_specs=spec, check_vma=check_vma
+        body, mesh=heap.mesh, in_specs=in_specs, out_specs=spec, check_vma=check_vma
     )
     return jax.jit(mapped, donate_argnums=(0,) if donate else ())

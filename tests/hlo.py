@@ -10,10 +10,11 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _ITEM_NBYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 # What names a buffer, hands it on or updates it in place. A fusion is judged by the computation that it
 # calls, whose instructions stand in the text as well.
-_NO_NEW_BUFFER = frozenset(
-    "parameter tuple get-tuple-element bitcast while conditional call fusion scatter "
-    "dynamic-update-slice optimization-barrier".split()
-)
+_NO_NEW_BUFFER = {
+    *("parameter", "tuple", "get-tuple-element", "bitcast", "optimization-barrier"),
+    *("while", "conditional", "call", "fusion"),
+    *("scatter", "dynamic-update-slice"),
+}
 
 
 def new_buffers(text: str, nbytes: int) -> list[str]:

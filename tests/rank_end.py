@@ -19,10 +19,10 @@ import jax_symmkv as symmkv
 from jax_symmkv import ComposePlan, compat, heap, sizing
 from tests.group import cpu_mesh
 from tests.reference import Array
-from tests.tokens import NUM_SLOTS, PAGE, misreads, token_plan, tokens
+from tests.tokens import NUM_SLOTS, SMALL_PAGE, misreads, token_plan, tokens
 
 SOON_S = 5.0  # "within about a second", on a machine with more ranks than cores
-LONG_S = 100.0  # a deadline that no test waits for
+LONG_S = 40.0  # a deadline that no test waits for
 NO_TICKET = np.zeros(1, np.int32)
 
 
@@ -41,7 +41,7 @@ class RankEnd:
             cpu_mesh(devices=devices),
             "cp",
             **{
-                "page": PAGE,
+                "page": SMALL_PAGE,
                 "max_current_pages": NUM_SLOTS,
                 "transport": "shm",
                 "timeout_s": LONG_S,
@@ -71,12 +71,12 @@ class RankEnd:
     def batch(self, exchange: int) -> tuple[Array, ComposePlan]:
         """The dense buffer with this rank's tokens, and the plan."""
         plan = token_plan(exchange, self.cp_size)
-        return tokens(plan, self.rank, exchange), plan
+        return tokens(self.heap.page[0], plan, self.rank, exchange), plan
 
     def compose_tokens(self, exchange: int) -> None:
         """One fused exchange, in a program of its own; its pages are checked."""
         dense, plan = self.batch(exchange)
-        dense, ticket = self.compose(dense, plan, self.new_ticket())
+        dense, _ = self.compose(dense, plan, self.new_ticket())
         assert not misreads(np.asarray(dense), plan, exchange)
 
     def assert_poisoned(self, call: Callable[[], Any], says: str) -> symmkv.PeerError:

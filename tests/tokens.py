@@ -11,8 +11,11 @@ from jax_symmkv import ComposePlan, build_plan
 from tests.reference import Array
 
 PAGE_SIZE = 16
-# Each row of a page is one token: writer, slot, and the exchange's number in two words.
-PAGE = jax.ShapeDtypeStruct((PAGE_SIZE, 4), np.int32)
+# Each row of a page repeats one token: writer, slot, and the exchange's number in two words.
+TOKEN_WORDS = 4
+SMALL_PAGE = jax.ShapeDtypeStruct((PAGE_SIZE, TOKEN_WORDS), np.int32)
+# 4 KiB: copied past the caches (ffi/shm/stream_copy.h), by stores that are ordered otherwise.
+LARGE_PAGE = jax.ShapeDtypeStruct((PAGE_SIZE, 16 * TOKEN_WORDS), np.int32)
 MAX_REQUESTS = 3
 NUM_SLOTS = 4 * MAX_REQUESTS
 NUM_DENSE_PAGES = NUM_SLOTS + 2 * MAX_REQUESTS
@@ -50,20 +53,14 @@ def token_plan(exchange: int, cp_size: int) -> ComposePlan:
     )
 
 
-def tokens(plan: ComposePlan, rank: int, exchange: int) -> Array:
+def tokens(page: jax.ShapeDtypeStruct, plan: ComposePlan, rank: int, exchange: int) -> Array:
     """The dense buffer of a rank before the exchange: its own pages hold tokens, the others nothing."""
-    dense = np.full((NUM_DENSE_PAGES, *PAGE.shape), UNTOUCHED, np.int32)
+    dense = np.full((NUM_DENSE_PAGES, *page.shape), UNTOUCHED, np.int32)
     slots = np.flatnonzero(np.asarray(plan.current_writer) == rank)
     pages = np.asarray(plan.current_page)[slots]
-    dense[pages] = np.stack(
-        [
-            np.full_like(slots, rank),
-            slots,
-            np.full_like(slots, exchange & 0x7FFFFFFF),
-            np.full_like(slots, exchange >> 31),
-        ],
-        axis=1,
-    )[:, None, :]
+    words = np.broadcast_arrays(rank, slots, exchange & 0x7FFFFFFF, exchange >> 31)
+    token = np.stack(words, axis=1)[:, None, :]
+    dense[pages] = np.tile(token, (1, 1, page.shape[1] // TOKEN_WORDS))
     return dense
 
 
@@ -74,7 +71,7 @@ def misreads(dense: Array, plan: ComposePlan, exchange: int) -> list[Misread]:
     for slot in range(int(plan.num_current[0])):
         page, writer = int(plan.current_page[slot]), int(plan.current_writer[slot])
         untouched[page] = False
-        rows = dense[page]
+        rows = dense[page].reshape(-1, TOKEN_WORDS)
         token = (int(rows[0, 0]), int(rows[0, 1]), int(rows[0, 2]) | int(rows[0, 3]) << 31)
         if (rows != rows[0]).any():
             found.append(Misread(exchange, slot, writer, None))

@@ -3,7 +3,7 @@
 // An ordinary store takes the line from the core that read it two exchanges ago, and leaves it
 // modified in a cache that the reader must be served from: two transfers between cores for each
 // line, which cost more than memory does where the ranks' cores share no cache. Measured with
-// 2 ranks on 2 cores of an AMD EPYC: a publish and gather of 64 kB to 1 MB takes 2.4 to 2.7 times as
+// 2 ranks on 2 cores of an AMD EPYC: publish and gather of 64 kB to 1 MB take 2.4 to 2.7 times as
 // long with memcpy.
 #pragma once
 

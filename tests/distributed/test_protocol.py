@@ -22,12 +22,21 @@ from tests.group import cpu_mesh, put, sharded
 from tests.rank_end import RankEnd, sync, use_core
 from tests.registry import register_ci
 from tests.run_rank import run_ranks_of
-from tests.tokens import NUM_SLOTS, PAGE, Misread, misreads, token_plan, tokens
+from tests.tokens import (
+    LARGE_PAGE,
+    NUM_SLOTS,
+    SMALL_PAGE,
+    Misread,
+    misreads,
+    token_plan,
+    tokens,
+)
 
 pytestmark = register_ci(suite="distributed", ranks=4, est_s=35)
 
 NUM_EXCHANGES = 200
 DELAY_S = 0.01
+PAGES = {"small": SMALL_PAGE, "large": LARGE_PAGE}
 # The gaps of an exchange of three calls in which a rank may fall behind.
 BEFORE_PUBLISH, BEFORE_BARRIER, BEFORE_GATHER = range(3)
 
@@ -35,9 +44,9 @@ BEFORE_PUBLISH, BEFORE_BARRIER, BEFORE_GATHER = range(3)
 # --- what ranks execute --------------------------------------------------------------------------
 
 
-def check_tokens(first_epoch: int) -> None:
+def check_tokens(first_epoch: int, page: str) -> None:
     heap._FIRST_EPOCH = first_epoch
-    with RankEnd() as end:
+    with RankEnd(page=PAGES[page]) as end:
         wrong = three_calls(end) + fused(end)
         assert not wrong, f"{len(wrong)} pages of other exchanges; the first ones: {wrong[:3]}"
         newest, oldest = in_one_program(end, 500)()
@@ -52,16 +61,15 @@ def check_one_half_is_found_out() -> None:
     with RankEnd() as end:
         late = [delay_of(e, end.cp_size) for e in range(NUM_EXCHANGES)]
         wrong = three_calls(end)
-        # A delay before gather is time for a peer to publish into the half that is still being read.
-        overtaken = [w for w in wrong if late[w.exchange] == (end.rank, BEFORE_GATHER)]
-        assert len(overtaken) > NUM_EXCHANGES // 3 // end.cp_size
+        # A delay before gather is time for a peer to publish into the half that is still to be read.
+        assert any(late[w.exchange] == (end.rank, BEFORE_GATHER) for w in wrong)
         assert {w.newer_by for w in wrong} == {1}
 
 
 def check_sleep(num_exchanges: int) -> None:
     mesh = cpu_mesh()
     cp_size = mesh.size
-    with symmkv.SymmetricHeap(mesh, "cp", page=PAGE, max_current_pages=NUM_SLOTS) as heap:
+    with symmkv.SymmetricHeap(mesh, "cp", page=SMALL_PAGE, max_current_pages=NUM_SLOTS) as heap:
 
         def body(dense: jax.Array, plan: ComposePlan) -> jax.Array:
             def exchange(carry: Any, _: None) -> Any:
@@ -73,16 +81,19 @@ def check_sleep(num_exchanges: int) -> None:
 
         run = sharded(body, heap)
         plan = token_plan(0, cp_size)
-        dense = np.concatenate([tokens(plan, rank, 0) for rank in range(cp_size)])
+        dense = np.concatenate([tokens(SMALL_PAGE, plan, rank, 0) for rank in range(cp_size)])
         dense = put(dense, mesh, PartitionSpec("cp"))
         jax.block_until_ready(run(dense, plan))
         sync("warm", range(jax.process_count()))
-        start_s = time.process_time()
+        start_s, start_cpu_s = time.monotonic(), time.process_time()
         composed = jax.block_until_ready(run(dense, plan))
-        cpu_ms = (time.process_time() - start_s) * 1e3 / num_exchanges / jax.local_device_count()
+        wall_ms = (time.monotonic() - start_s) * 1e3 / num_exchanges
+        cpu_ms = (time.process_time() - start_cpu_s) * 1e3 / num_exchanges / 4
         assert not any(misreads(np.asarray(s.data), plan, 0) for s in composed.addressable_shards)
         # Ranks that polled would need a time slice of the scheduler, milliseconds, to let others come.
         assert cpu_ms < 0.5, f"{cpu_ms:.3f} ms of CPU time a rank and exchange"
+        # A lost wake-up costs a slice of the sleep, 50 ms.
+        assert wall_ms < 20, f"{wall_ms:.3f} ms an exchange"
 
 
 def delay_of(exchange: int, cp_size: int) -> tuple[int, int]:
@@ -149,15 +160,17 @@ def in_one_program(end: RankEnd, num_exchanges: int) -> Callable[[], tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "first_epoch"),
+    ("ranks", "first_epoch", "page"),
     [
-        pytest.param(2, 0, id="2 ranks"),
-        pytest.param(3, 2**32 - NUM_EXCHANGES // 2, id="3 ranks, epoch crosses 2^32"),
-        pytest.param(4, 2**47 - NUM_EXCHANGES // 2, id="4 ranks, epoch crosses 2^47"),
+        pytest.param(2, 0, "large", id="2 ranks"),
+        pytest.param(3, 2**32 - NUM_EXCHANGES // 2, "small", id="3 ranks, epoch crosses 2^32"),
+        pytest.param(4, 2**47 - NUM_EXCHANGES // 2, "large", id="4 ranks, epoch crosses 2^47"),
     ],
 )
-def test_exchanges_with_a_rotating_delay_see_their_own_pages(ranks: int, first_epoch: int) -> None:
-    run_ranks_of(__file__, "check_tokens", ranks=ranks, first_epoch=first_epoch)
+def test_exchanges_with_a_rotating_delay_see_their_own_pages(
+    ranks: int, first_epoch: int, page: str
+) -> None:
+    run_ranks_of(__file__, "check_tokens", ranks=ranks, first_epoch=first_epoch, page=page)
 
 
 def test_one_half_sees_pages_of_the_next_exchange() -> None:

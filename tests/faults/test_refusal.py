@@ -23,6 +23,11 @@ pytestmark = register_ci(suite="faults", ranks=3, est_s=16)
 # --- what ranks execute --------------------------------------------------------------------------
 
 
+def check_calls() -> None:
+    check_order()
+    check_closed()
+
+
 def check_order() -> None:
     """Rank 1 calls in a wrong order; rank 0 waits for it in the barrier of the next exchange."""
     for name, (misuse, phase, says) in MISUSES.items():
@@ -152,13 +157,9 @@ def check_closed() -> None:
 # --- tests ---------------------------------------------------------------------------------------
 
 
-def test_calls_in_a_wrong_order_say_what_to_do_on_every_rank() -> None:
-    run_ranks_of(__file__, "check_order", ranks=2)
+def test_wrong_calls_say_what_to_do_on_every_rank() -> None:
+    run_ranks_of(__file__, "check_calls", ranks=2)
 
 
 def test_wrong_batches_are_refused_and_wake_the_others() -> None:
     run_ranks_of(__file__, "check_batches", ranks=3)
-
-
-def test_a_closed_heap_fails_on_its_rank_and_where_it_is_waited_for() -> None:
-    run_ranks_of(__file__, "check_closed", ranks=2)

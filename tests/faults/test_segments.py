@@ -64,24 +64,24 @@ def python(program: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_the_segment_of_a_killed_owner_is_swept_and_that_of_a_living_one_not() -> None:
     with python(OWNER) as (owner, name):
         own = create()
+        own_name = own.segment_name
         for _ in range(2):
             assert _core.sweep_stale_segments() == 0
         assert path_of(name).exists()
-        assert path_of(own.segment_name).exists()
+        assert path_of(own_name).exists()
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         assert path_of(name).exists()
         assert _core.sweep_stale_segments() == 1
         assert not path_of(name).exists()
-        assert path_of(own.segment_name).exists()
-        assert path_of(own.segment_name).stat().st_mode & 0o777 == 0o600
+        assert path_of(own_name).stat().st_mode & 0o777 == 0o600
         own.close()
-        assert not path_of(own.segment_name).exists()
+        assert not path_of(own_name).exists()
 
 
 def test_a_sweep_never_takes_a_segment_that_is_being_created() -> None:
     with python(SWEEPER):
-        for _ in range(20_000):
+        for _ in range(5000):
             context = create()
             assert path_of(context.segment_name).exists()
             context.close()

@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """What would otherwise fail after minutes of measuring."""
     if args.ranks < 2:
-        raise ValueError(f"--ranks must be at least 2, got {args.ranks}; one rank exchanges nothing")
+        raise ValueError(
+            f"--ranks must be at least 2, got {args.ranks}; one rank exchanges nothing"
+        )
     for name, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{name} {path}: no directory {str(path.parent)!r}; create it first")
@@ -67,6 +69,7 @@ def _measure(job: options.Options, num_ranks: int) -> tuple[dict[str, Any], int]
             num_ranks,
             devices_per_rank=1,
             env={"JAX_PLATFORMS": "cpu"},
+            prefix=False,
         )
         if ranks.exit_code:
             return {}, ranks.exit_code

@@ -37,7 +37,8 @@ def measure(variants: Sequence[Variant], repeats: int, meet: Meet) -> npt.NDArra
     finally:
         if collects:
             gc.enable()
-    return from_every_process(own_us).max(axis=0).astype(np.float64)
+    slowest_us: npt.NDArray[np.float64] = from_every_process(own_us).max(axis=0).astype(np.float64)
+    return slowest_us
 
 
 def _calibrate(variant: Variant, meet: Meet) -> int:

@@ -21,12 +21,12 @@ _LOOKS: dict[str, tuple[str, str, float]] = {
     "all_gather": ("XLA all_gather (Gloo)", "#e09f3e", 1.8),
     "three_calls": ("publish, barrier, gather", "#7ba7bc", 1.8),
     "compose": ("compose", "#1d4e89", 2.8),
-    "memcpy": ("memcpy (bound)", "#8a8a8a", 1.5),
+    "memcpy": ("memcpy of the same bytes", "#8a8a8a", 1.5),
 }
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Times on the left, with their quartiles; on the right how many times faster compose is."""
+    """Times on the left, with their quartiles; on the right how many times as fast compose is."""
     cases = [case for case in result["cases"] if case["received_nbytes"]]
     with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure, (times, ratios) = plt.subplots(
@@ -82,18 +82,30 @@ def _draw_ratios(axes: Axes, cases: list[dict[str, Any]]) -> None:
         for x, value in zip(nbytes, values, strict=True):
             text = f"{value:.0%}" if name == "memcpy" else f"{value:.1f}x"
             axes.annotate(
-                text, (x, value), (0, 7), textcoords="offset points", ha="center", color=color, fontsize=9
+                text,
+                (x, value),
+                (0, 8),
+                textcoords="offset points",
+                ha="center",
+                color=color,
+                fontsize=9,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
             )
         axes.annotate(
-            f"  {label}", (nbytes[-1], values[-1]), (8, 0), textcoords="offset points", va="center",
-            color=color, fontsize=9,
+            label,
+            (nbytes[-1], values[-1]),
+            (14, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
+            fontsize=9,
         )
     axes.axhline(1, color="#444444", linewidth=0.8)
     _size_axis(axes, nbytes)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title("their time / compose's", fontsize=10, loc="left")
+    axes.set_title("compose's speed, relative to", fontsize=10, loc="left")
 
 
 def _size_axis(axes: Axes, nbytes: list[int]) -> None:

@@ -62,51 +62,60 @@ class Exchange(Variant):
         return bool(np.array_equal(_local_words(self._dense), self._expected.ravel()))
 
 
-class Psum(Variant):
-    """XLA's all-reduce of the compact buffer: all pages, zeros where they are other ranks'."""
+class Collective(Variant):
+    """One of XLA's, on the pages of the case as 4-byte integers, which Gloo sums fastest.
 
-    name = "psum"
+    Without moving them into a dense buffer, so that a compose by this means takes longer.
+    """
 
-    def __init__(self, case: Case, heap: symmkv.SymmetricHeap) -> None:
-        plan = case.plan(heap.max_current_pages)
-        self._expected = _words(case)
-        compact = np.zeros_like(self._expected)
-        for slot in np.flatnonzero(np.asarray(plan.current_writer) == _rank(heap)):
-            compact[slot] = self._expected[slot]
-        if not case.num_pages and _rank(heap) == 0:
-            compact = self._expected
-        self._compact = _shard(heap.mesh, compact)
-        self._loop = _make_psum_loop(heap)
-
-    def run(self, count: int) -> None:
-        self._compact = jax.block_until_ready(self._loop(self._compact, np.int32(count)))
-
-    def is_right(self) -> bool:
-        return bool(np.array_equal(_local_words(self._compact), self._expected.ravel()))
-
-
-class AllGather(Variant):
-    """XLA's all-gather of the pages that each rank would publish."""
-
-    name = "all_gather"
-
-    def __init__(self, case: Case, heap: symmkv.SymmetricHeap) -> None:
-        expected = _words(case)
-        pages = max(1, case.pages_per_rank)
-        every = np.concatenate([expected[:pages] + np.uint32(r) for r in range(case.cp_size)])
-        self._expected = every
-        rank = _rank(heap)
-        self._own = _shard(heap.mesh, every[rank * pages : (rank + 1) * pages])
-        self._gathered = _shard(heap.mesh, np.zeros_like(every))
-        self._loop = _make_all_gather_loop(heap)
+    def __init__(
+        self,
+        name: str,
+        collective: Callable[[jax.Array], jax.Array],
+        own: Words,
+        expected: Words,
+        heap: symmkv.SymmetricHeap,
+    ) -> None:
+        self.name = name
+        self._expected = expected
+        self._own = _shard(heap.mesh, own)
+        self._result = _shard(heap.mesh, np.zeros_like(expected))
+        self._loop = _make_collective_loop(collective, heap)
 
     def run(self, count: int) -> None:
-        self._own, self._gathered = jax.block_until_ready(
-            self._loop(self._own, self._gathered, np.int32(count))
+        self._own, self._result = jax.block_until_ready(
+            self._loop(self._own, self._result, np.int32(count))
         )
 
     def is_right(self) -> bool:
-        return bool(np.array_equal(_local_words(self._gathered), self._expected.ravel()))
+        return bool(np.array_equal(_local_words(self._result), self._expected.ravel()))
+
+
+def make_psum(case: Case, heap: symmkv.SymmetricHeap) -> Variant:
+    """XLA's all-reduce of the compact buffer: own pages in their slots, zeros in the others'."""
+    expected = _words(case)
+    writer = np.asarray(case.plan(heap.max_current_pages).current_writer)
+    # Of the one word that stands for no pages: rank 0.
+    mine = (writer if case.num_pages else np.zeros(1)) == _rank(heap)
+    compact = np.where(mine[:, None], expected, np.uint32(0))
+
+    def psum(own: jax.Array) -> jax.Array:
+        return compat.vary_alike([jax.lax.psum(own, "cp")], frozenset({"cp"}))[0]
+
+    return Collective("psum", psum, compact, expected, heap)
+
+
+def make_all_gather(case: Case, heap: symmkv.SymmetricHeap) -> Variant:
+    """XLA's all-gather of the pages that each rank publishes."""
+    own = _words(case)[: max(1, case.pages_per_rank)]
+    every = np.stack([own + np.uint32(rank) for rank in range(case.cp_size)])
+
+    def all_gather(own: jax.Array) -> jax.Array:
+        gathered: jax.Array = jax.lax.all_gather(own, "cp", tiled=True)
+        return gathered
+
+    expected = every.reshape(-1, own.shape[1])
+    return Collective("all_gather", all_gather, every[_rank(heap)], expected, heap)
 
 
 class Memcpy(Variant):
@@ -122,7 +131,9 @@ class Memcpy(Variant):
         for nbytes in (case.published_nbytes, case.received_nbytes):
             source = np.arange(nbytes // 4, dtype=np.uint32)
             self._pairs.append((np.zeros_like(source), source))
-        self._calls = [(to.ctypes.data, source.ctypes.data, to.nbytes) for to, source in self._pairs]
+        self._calls = [
+            (to.ctypes.data, source.ctypes.data, to.nbytes) for to, source in self._pairs
+        ]
 
     def run(self, count: int) -> None:
         (first, second), copy = self._calls, ctypes.memmove
@@ -137,8 +148,8 @@ class Memcpy(Variant):
 def make_variants(case: Case, heap: symmkv.SymmetricHeap, compose: Compose) -> Iterator[Variant]:
     yield Exchange("compose", compose, case, heap)
     yield Exchange("three_calls", _three_calls, case, heap)
-    yield Psum(case, heap)
-    yield AllGather(case, heap)
+    yield make_psum(case, heap)
+    yield make_all_gather(case, heap)
     if case.num_pages:
         yield Memcpy(case)
 
@@ -166,25 +177,19 @@ def _make_exchange_loop(exchange: Compose, heap: symmkv.SymmetricHeap) -> Callab
     return _jit(loop, heap, (P("cp"), P(), P()), P("cp"), donate=(0,))
 
 
-def _make_psum_loop(heap: symmkv.SymmetricHeap) -> Callable[..., jax.Array]:
-    def loop(compact: jax.Array, count: jax.Array) -> jax.Array:
-        def body(_: jax.Array, x: jax.Array) -> jax.Array:
-            return compat.vary_alike([jax.lax.psum(x, "cp")], frozenset({"cp"}))[0]
-
-        return jax.lax.fori_loop(0, count, body, compact)
-
-    return _jit(loop, heap, (P("cp"), P()), P("cp"), donate=(0,))
-
-
-def _make_all_gather_loop(heap: symmkv.SymmetricHeap) -> Callable[..., tuple[jax.Array, ...]]:
-    def loop(own: jax.Array, gathered: jax.Array, count: jax.Array) -> tuple[jax.Array, ...]:
+def _make_collective_loop(
+    collective: Callable[[jax.Array], jax.Array], heap: symmkv.SymmetricHeap
+) -> Callable[..., tuple[jax.Array, ...]]:
+    def loop(own: jax.Array, result: jax.Array, count: jax.Array) -> tuple[jax.Array, ...]:
         def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            own, gathered = carry
-            # One word depends on the iteration before: else XLA may gather once, before the loop.
-            own = own.at[0, 0].add(jnp.where(i > 0, gathered[-1, -1], 0))
-            return own, jax.lax.all_gather(own, "cp", tiled=True)
+            own, result = carry
+            # One word depends on the iteration before, or XLA may do it once, before the loop. Carrying
+            # the result alone would cost a copy of it in each iteration.
+            own = own.at[0, 0].add(jnp.where(i > 0, result[-1, -1], 0))
+            return own, collective(own)
 
-        return jax.lax.fori_loop(0, count, body, (own, gathered))
+        looped: tuple[jax.Array, ...] = jax.lax.fori_loop(0, count, body, (own, result))
+        return looped
 
     return _jit(loop, heap, (P("cp"), P("cp"), P()), (P("cp"), P("cp")), donate=(0, 1))
 
@@ -204,7 +209,7 @@ def _jit(
 
 
 def _words(case: Case) -> Words:
-    """What the collectives move, as the 4-byte integers that Gloo sums fastest; one word for no pages."""
+    """What the collectives move; one word for no pages."""
     return case.composed() if case.num_pages else np.full((1, 1), 7, np.uint32)
 
 
@@ -213,9 +218,9 @@ def _rank(heap: symmkv.SymmetricHeap) -> int:
 
 
 def _shard(mesh: jax.sharding.Mesh, local: np.ndarray) -> jax.Array:
-    sharding = jax.NamedSharding(mesh, P("cp"))
-    # A copy: XLA may take an array of NumPy's as it is, and then it can't be donated.
-    array: jax.Array = jax.make_array_from_process_local_data(sharding, local)
+    array: jax.Array = jax.make_array_from_process_local_data(
+        jax.NamedSharding(mesh, P("cp")), local
+    )
     return array
 
 

@@ -18,8 +18,11 @@ import jax_symmkv as symmkv
 from jax_symmkv.cli.bench import environment, options
 from jax_symmkv.cli.bench.case import Case, make_case
 from jax_symmkv.cli.bench.measure import Meet, measure
+from jax_symmkv.cli.bench.placement import own_core, placement
 from jax_symmkv.cli.bench.programs import Compose, Variant, make_variants
+from jax_symmkv.cli.bench.report import format_nbytes
 from jax_symmkv.cli.demo.collect import from_every_process, make_meeting
+from jax_symmkv.cli.demo.report import Report, claim_stdout
 
 
 def main(argv: Sequence[str], compose: Compose = symmkv.compose) -> int:
@@ -33,29 +36,43 @@ def main(argv: Sequence[str], compose: Compose = symmkv.compose) -> int:
     parser.add_argument("--result", type=Path, required=True, help="JSON, written by rank 0")
     args = parser.parse_args(argv)
     job = options.parse(args)
+    claim_stdout()
+    progress = Report(sys.stderr if jax.process_index() == 0 else None)
     mesh = Mesh(np.array(jax.devices()), ("cp",))
-    meet = make_meeting(mesh)
-    result: dict[str, Any] = environment.describe()
-    result |= {"ranks": mesh.size, "repeats": job.repeats, "cases": []}
-    for nbytes in (0, *job.sizes_nbytes):
-        case = make_case(nbytes, mesh.size)
-        _say(f"{options.format_size(case.received_nbytes)} a rank")
-        with symmkv.SymmetricHeap(
-            mesh, "cp", page=case.page, max_current_pages=case.num_slots
-        ) as heap:
-            result["transport"] = heap.transport
-            variants = list(make_variants(case, heap, compose))
-            wrong = _wrong(variants, meet)
+    cases = [make_case(nbytes, mesh.size) for nbytes in (0, *job.sizes_nbytes)]
+    result = environment.describe() | {"placement": placement(mesh.size)}
+    result |= {"ranks": mesh.size, "repeats": job.repeats}
+    records: list[dict[str, Any]] = []
+    with progress.progress("measuring", len(cases), "sizes") as advance:
+        for case in cases:
+            transport, record, wrong = _run_case(case, mesh, compose, job.repeats)
             if wrong:
-                _say(f"FAILED: wrong bytes from {', '.join(wrong)}")
+                size = format_nbytes(case.received_nbytes)
+                progress.line(f"FAILED: wrong bytes from {', '.join(wrong)}, {size} a rank")
                 return 1
-            times_us = measure(variants, job.repeats, meet)
-            heap.check()
-            meet()  # before a rank closes
-        result["cases"].append(_record(case, variants, times_us))
+            result["transport"] = transport
+            records.append(record)
+            advance()
     if jax.process_index() == 0:
-        args.result.write_text(json.dumps(result))
+        args.result.write_text(json.dumps(result | {"cases": records}))
     return 0
+
+
+def _run_case(
+    case: Case, mesh: Mesh, compose: Compose, repeats: int
+) -> tuple[str, dict[str, Any], list[str]]:
+    """The transport, the record of the case, and the names of the variants that gave wrong bytes."""
+    meet = make_meeting(mesh)
+    with symmkv.SymmetricHeap(mesh, "cp", page=case.page, max_current_pages=case.num_slots) as heap:
+        variants = list(make_variants(case, heap, compose))
+        wrong = _wrong(variants, meet)
+        if wrong:
+            return heap.transport, {}, wrong
+        with own_core(jax.process_index(), mesh.size):
+            times_us = measure(variants, repeats, meet)
+        heap.check()
+        meet()  # a rank that closes early is an error to the others
+        return heap.transport, _record(case, variants, times_us), []
 
 
 def _wrong(variants: Sequence[Variant], meet: Meet) -> list[str]:
@@ -92,11 +109,6 @@ def _statistics(samples_us: npt.NDArray[np.float64]) -> dict[str, Any]:
         "max_us": round(float(samples_us.max()), 3),
         "samples_us": [round(float(sample), 3) for sample in samples_us],
     }
-
-
-def _say(text: str) -> None:
-    if jax.process_index() == 0:
-        print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
-
-from jax_symmkv.cli.bench.options import format_size
 
 COLUMNS = (
     "received",
@@ -38,7 +37,7 @@ def show(result: dict[str, Any]) -> None:
     for line in heading(result):
         print(line)
     print()
-    if importlib.util.find_spec("rich"):
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         _print_rich(rows)
     else:
         print("\n".join(plain_table(rows)))
@@ -86,17 +85,16 @@ def plain_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def to_json(result: dict[str, Any]) -> str:
     """Indented, with each list of numbers on one line."""
     text = json.dumps(result, indent=1, ensure_ascii=False)
-    flat = re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text)
-    return flat + "\n"
+    return re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text) + "\n"
 
 
 def format_nbytes(nbytes: int) -> str:
     """Three digits, in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5 or unit == "GB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.3g} {unit}"
+    value, units = float(nbytes), ["B", "kB", "MB", "GB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"
 
 
 def format_us(us: float) -> str:
@@ -115,6 +113,7 @@ def _print_rich(rows: Sequence[tuple[str, ...]]) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console()
-    # A table that is cut at the terminal's edge says nothing: let the terminal wrap it.
-    console.width = max(console.width, console.measure(table, options=console.options.update(width=999)).maximum)
+    # A table that is cut at the edge says nothing; let the terminal wrap it.
+    unlimited = console.options.update(width=1000)
+    console.width = max(console.width, console.measure(table, options=unlimited).maximum)
     console.print(table)

@@ -16,9 +16,11 @@ from tests.registry import register_ci
 pytestmark = register_ci(suite="unit", est_s=15)
 
 DTYPES = (
-    "bool uint8 int8 float8_e4m3fn float8_e5m2 bfloat16 float16 uint16 int32 uint32 float32 complex64"
-).split()
-DTYPES_OF_X64 = "int64 uint64 float64 complex128".split()
+    *("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"),
+    *("bfloat16", "float16", "uint16"),
+    *("int32", "uint32", "float32", "complex64"),
+)
+DTYPES_OF_X64 = ("int64", "uint64", "float64", "complex128")
 
 
 def oracle(cp_size: int, check_vma: bool = True) -> group.Body:

@@ -129,7 +129,7 @@ def test_compose_ignores_what_stands_in_the_padding() -> None:
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_compose_exchanges_within_each_index_of_the_other_axes(name: str) -> None:
-    """cp × tp with the heads over tp; and MLA's latent, of which every tp index has a copy."""
+    """cp x tp with the heads over tp; and MLA's latent, of which every tp index has a copy."""
     mesh = group.cpu_mesh((3, 2), ("cp", "tp"))
     page = (jax.ShapeDtypeStruct((4, 2, 8), jnp.bfloat16), jax.ShapeDtypeStruct((48,), jnp.uint8))
     whole = (jax.ShapeDtypeStruct((4, 4, 8), jnp.bfloat16), page[1])
@@ -155,6 +155,44 @@ def test_compose_lets_each_group_have_its_own_batch() -> None:
         result = program(group.put(np.concatenate(dense), mesh, spec), stacked)
     wanted = [expected(d, plan, 3) for d, plan in zip(dense, both, strict=True)]
     group.assert_shards(result, np.concatenate(wanted), "two batches")
+
+
+def test_one_ticket_serves_heaps_along_different_axes() -> None:
+    mesh = group.cpu_mesh((2, 3), ("cp", "tp"))
+    page = jax.ShapeDtypeStruct((4,), jnp.uint32)
+    dense = make_dense(6, page)
+    spec = P(("cp", "tp"))
+    along_cp = batches(2, np.random.default_rng(1))["full and scattered"]
+    along_tp = batches(3, np.random.default_rng(2))["full and scattered"]
+    grid = dense.reshape(2, 3, NUM_DENSE_PAGES, 4)
+    wanted = np.stack([composed(grid[:, tp], along_cp) for tp in range(3)], axis=1)
+    wanted = np.stack([composed(wanted[cp], along_tp) for cp in range(2)])
+
+    def body(dense: Any, plans: Any) -> Any:
+        ticket = symmkv.new_ticket(cp_heap, tp_heap)
+        dense, ticket = symmkv.compose(dense, plans[0], ticket, heap=cp_heap)
+        return symmkv.compose(dense, plans[1], ticket, heap=tp_heap)[0]
+
+    with (
+        symmkv.SymmetricHeap(mesh, "cp", page=page, max_current_pages=MAX_CURRENT_PAGES) as cp_heap,
+        symmkv.SymmetricHeap(mesh, "tp", page=page, max_current_pages=MAX_CURRENT_PAGES) as tp_heap,
+    ):
+        program = group.sharded(body, cp_heap, spec=spec)
+        result = program(group.put(dense, mesh, spec), (along_cp, along_tp))
+    group.assert_shards(result, wanted.reshape(dense.shape), "two axes")
+
+
+def test_compose_of_one_array_as_two_buffers_is_exact() -> None:
+    page = (jax.ShapeDtypeStruct((4,), jnp.uint32),) * 2
+    plan = batches(2, np.random.default_rng(1))["full and scattered"]
+    dense = make_dense(2, page[0])
+
+    with make_heap(2, page) as heap:
+        program = group.sharded(
+            lambda d, plan: sum(group.compose_body(heap)((d, d), plan)), heap, donate=True
+        )
+        result = program(group.put(dense, heap.mesh, P("cp")), plan)
+        group.assert_shards(result, expected(dense, plan, 2) * np.uint32(2), "twice the same")
 
 
 def test_compose_on_an_explicit_mesh_is_exact() -> None:

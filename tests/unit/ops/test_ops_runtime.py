@@ -56,12 +56,12 @@ def test_heap_closed_after_tracing_is_an_error_at_run_time(
     group.assert_shards(run(program, dense, plan), wanted, name)
     heap.close()
     with pytest.raises(
-        jax.errors.JaxRuntimeError, match="new_ticket: heap .* is closed.*keep the heap open"
+        jax.errors.JaxRuntimeError, match=r"new_ticket: heap .* is closed.*keep the heap open"
     ):
         run(program, dense, plan)
     # A heap of the same geometry is another heap.
     with make_heap(2) as successor:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="new_ticket: heap .* is closed"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"new_ticket: heap .* is closed"):
             run(program, dense, plan)
         program = group.sharded(group.BODIES[name](successor), successor)
         group.assert_shards(run(program, dense, plan), wanted, f"{name}, of the successor")

@@ -6,7 +6,7 @@ out, done twice, or given another step's bytes without a difference in the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from tests.run_rank import run_ranks_of
 pytestmark = register_ci(suite="distributed", ranks=2, est_s=25)
 
 PAGE = jax.ShapeDtypeStruct((4,), jnp.uint32)
-STEPS = 14
+STEPS = 7  # of every kind of batch; an odd number, so that loops begin in either half
 IN_FLIGHT = 50
 
 
@@ -64,79 +64,81 @@ def at(plans: symmkv.ComposePlan, step: Any) -> symmkv.ComposePlan:
     return jax.tree.map(lambda a: a[step], plans)
 
 
-# --- bodies: (dense, stacked plans) -> dense -----------------------------------------------------
+# --- exchanges: (step, plan, dense, ticket) -> dense, ticket --------------------------------------
+
+Exchange = Callable[[Any, symmkv.ComposePlan, Any, jax.Array], tuple[Any, jax.Array]]
 
 
-def bodies(heap: symmkv.SymmetricHeap) -> Iterator[tuple[str, group.Body]]:
+def exchanges(heap: symmkv.SymmetricHeap) -> dict[str, Exchange]:
     def one(step: Any, plan: Any, dense: Any, ticket: Any) -> Any:
         return symmkv.compose(changed(dense, step), plan, ticket, heap=heap)
 
     def three(step: Any, plan: Any, dense: Any, ticket: Any) -> Any:
         return group.three_calls(changed(dense, step), plan, ticket, heap=heap)
 
-    for name, exchange in (("compose", one), ("three calls", three)):
+    def with_barrier(step: Any, plan: Any, dense: Any, ticket: Any) -> Any:
+        return one(step, plan, dense, symmkv.barrier(ticket, heap=heap))
 
-        def unrolled(dense: Any, plans: Any, exchange: Any = exchange) -> Any:
-            ticket = symmkv.new_ticket(heap)
-            for step in range(STEPS):
-                dense, ticket = exchange(step, at(plans, step), dense, ticket)
-            return dense
+    return {"compose": one, "three calls": three, "with a barrier more": with_barrier}
 
-        def scan(dense: Any, plans: Any, exchange: Any = exchange) -> Any:
-            def body(carry: Any, xs: Any) -> Any:
-                return exchange(*xs, *carry), None
 
-            steps = (jnp.arange(STEPS), plans)
-            return jax.lax.scan(body, (dense, symmkv.new_ticket(heap)), steps)[0][0]
+# --- programs: (exchange, ticket, dense, stacked plans) -> dense -----------------------------------
 
-        def fori_loop(dense: Any, plans: Any, exchange: Any = exchange) -> Any:
-            def body(step: Any, carry: Any) -> Any:
-                return exchange(step, at(plans, step), *carry)
 
-            return jax.lax.fori_loop(0, STEPS, body, (dense, symmkv.new_ticket(heap)))[0]
+def unrolled(exchange: Exchange, ticket: Any, dense: Any, plans: Any) -> Any:
+    for step in range(STEPS):
+        dense, ticket = exchange(step, at(plans, step), dense, ticket)
+    return dense
 
-        def while_loop(dense: Any, plans: Any, exchange: Any = exchange) -> Any:
-            def body(carry: Any) -> Any:
-                step, *rest = carry
-                return (step + 1, *exchange(step, at(plans, step), *rest))
 
-            first = (jnp.int32(0), dense, symmkv.new_ticket(heap))
-            return jax.lax.while_loop(lambda carry: carry[0] < STEPS, body, first)[1]
+def scan(exchange: Exchange, ticket: Any, dense: Any, plans: Any) -> Any:
+    def body(carry: Any, xs: Any) -> Any:
+        return exchange(*xs, *carry), None
 
-        yield f"{name}, unrolled", unrolled
-        yield f"{name}, scan", scan
-        yield f"{name}, fori_loop", fori_loop
-        yield f"{name}, while_loop", while_loop
+    return jax.lax.scan(body, (dense, ticket), (jnp.arange(STEPS), plans))[0][0]
 
-    def cond(dense: Any, plans: Any) -> Any:
-        """Now one kind, now the other, now a barrier more; all ranks alike."""
 
-        def with_barrier(step: Any, plan: Any, dense: Any, ticket: Any) -> Any:
-            return one(step, plan, dense, symmkv.barrier(ticket, heap=heap))
+def fori_loop(exchange: Exchange, ticket: Any, dense: Any, plans: Any) -> Any:
+    def body(step: Any, carry: Any) -> Any:
+        return exchange(step, at(plans, step), *carry)
 
-        def body(carry: Any, xs: Any) -> Any:
-            step, plan = xs
-            branches = (one, three, with_barrier)
-            return jax.lax.switch(step % 3, branches, step, plan, *carry), None
+    return jax.lax.fori_loop(0, STEPS, body, (dense, ticket))[0]
 
-        steps = (jnp.arange(STEPS), plans)
-        return jax.lax.scan(body, (dense, symmkv.new_ticket(heap)), steps)[0][0]
 
-    yield "switch", cond
+def while_loop(exchange: Exchange, ticket: Any, dense: Any, plans: Any) -> Any:
+    def body(carry: Any) -> Any:
+        step, *rest = carry
+        return (step + 1, *exchange(step, at(plans, step), *rest))
 
-    def nested(dense: Any, plans: Any) -> Any:
-        """A jit in a scan in a cond."""
+    first = (jnp.int32(0), dense, ticket)
+    return jax.lax.while_loop(lambda carry: carry[0] < STEPS, body, first)[1]
 
-        def loop(dense: Any, ticket: Any) -> Any:
-            def body(carry: Any, xs: Any) -> Any:
-                return jax.jit(one)(*xs, *carry), None
 
-            return jax.lax.scan(body, (dense, ticket), (jnp.arange(STEPS), plans))[0]
+def cond(exchange: Exchange, ticket: Any, dense: Any, plans: Any) -> Any:
+    """A jit in a scan in a branch that every rank takes; the other has no exchange."""
 
-        ticket = symmkv.new_ticket(heap)
-        return jax.lax.cond(plans.num_current.sum() > 0, loop, lambda *c: c, dense, ticket)[0]
+    def loop(dense: Any, ticket: Any) -> Any:
+        return scan(jax.jit(exchange), ticket, dense, plans)
 
-    yield "nested", nested
+    return jax.lax.cond(plans.num_current.sum() > 0, loop, lambda *carry: carry[0], dense, ticket)
+
+
+def bodies(heap: symmkv.SymmetricHeap) -> dict[str, group.Body]:
+    """(dense, stacked plans) -> dense, by name."""
+    kinds = exchanges(heap)
+
+    def body(program: Any, exchange: Exchange) -> group.Body:
+        return lambda dense, plans: program(exchange, symmkv.new_ticket(heap), dense, plans)
+
+    def switch(step: Any, *rest: Any) -> Any:
+        return jax.lax.switch(step % len(kinds), list(kinds.values()), step, *rest)
+
+    found = {
+        f"{name} in {program.__name__}": body(program, kinds[name])
+        for program in (unrolled, scan, fori_loop, while_loop, cond)
+        for name in ("compose", "three calls")
+    }
+    return found | {"now one, now the other": body(scan, switch)}
 
 
 # --- what ranks execute --------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def check_control_flow() -> None:
     with make_heap() as heap:
         dense, plans = setup(heap.cp_size, STEPS, seed=1)
         wanted = after_steps(dense, plans, heap.cp_size)
-        for i, (name, body) in enumerate(bodies(heap)):
+        for i, (name, body) in enumerate(bodies(heap).items()):
             program = group.sharded(body, heap, check_vma=i % 2 == 0, donate=i % 3 != 0)
             result = program(group.put(dense, heap.mesh, P("cp")), stacked(plans))
             group.assert_shards(result, wanted, name)

@@ -231,7 +231,9 @@ def expect_fallback(log: Lines, failed: int, why: str) -> None:
         assert held() == []
         check_usable(heap)
         process_local = jax.jit(group.compose_body(heap))
-        with pytest.raises(HeapError, match="axis 'cp' is not bound.*here are 1, and 'collective'"):
+        with pytest.raises(
+            HeapError, match=r"axis 'cp' is not bound.*here are 1, and 'collective'"
+        ):
             plan = batches(heap.cp_size, np.random.default_rng(0))["full"]
             process_local.trace(
                 jax.ShapeDtypeStruct((NUM_DENSE_PAGES, *PAGE.shape), PAGE.dtype), plan
