@@ -172,7 +172,7 @@ def _axis_index(op: str, heap: SymmetricHeap) -> jax.Array:
     if _check_axes(op, heap):
         index: jax.Array = jax.lax.axis_index(heap.axis_name)
         return index
-    return jnp.int32(-1)
+    return jnp.full((), -1, jnp.int32)
 
 
 def _check_open(op: str, heap: SymmetricHeap) -> None:

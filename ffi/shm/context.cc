@@ -1,5 +1,6 @@
 #include "ffi/shm/context.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -19,6 +20,12 @@ int32_t RunLength(const Batch& batch, int32_t slot) {
   }
   return end - slot;
 }
+
+// A gather of more than this leaves nothing in the caches for the attention that follows, so its
+// stores need not fetch the lines that they overwrite.
+constexpr uint64_t kMinStreamedGatherNbytes = 8 << 20;
+
+void CachedCopy(char* to, const char* from, uint64_t nbytes) { std::memcpy(to, from, nbytes); }
 
 constexpr char kClosedText[] =
     "the heap is closed; create it before the program runs and close it after";
@@ -241,6 +248,7 @@ ShmContext::Failure ShmContext::Meet(Phase phase) {
 // Reads the peers' pages of the exchange just met.
 void ShmContext::GatherPages(const Batch& batch, const std::vector<Dense>& dense) {
   const uint64_t exchange = peers_->own()->epoch;
+  const auto copy = GatheredNbytes(batch) < kMinStreamedGatherNbytes ? CachedCopy : StreamCopy;
   for (int32_t slot = 0; slot < batch.num_current;) {
     const int32_t run = RunLength(batch, slot);
     const auto writer = static_cast<uint32_t>(batch.writer[slot]);
@@ -248,13 +256,22 @@ void ShmContext::GatherPages(const Batch& batch, const std::vector<Dense>& dense
       const Segment& slab = peers_->slab(writer);
       for (uint32_t b = 0; b < geometry_.num_buffers; ++b) {
         const uint64_t page_nbytes = geometry_.page_nbytes[b];
-        std::memcpy(dense[b].data + static_cast<uint64_t>(batch.page[slot]) * page_nbytes,
-                    slab.at(geometry_.SlotOffset(exchange, b, static_cast<uint64_t>(slot))),
-                    static_cast<uint64_t>(run) * page_nbytes);
+        copy(dense[b].data + static_cast<uint64_t>(batch.page[slot]) * page_nbytes,
+             slab.at(geometry_.SlotOffset(exchange, b, static_cast<uint64_t>(slot))),
+             static_cast<uint64_t>(run) * page_nbytes);
       }
     }
     slot += run;
   }
+  StreamFence();  // before another thread learns that the call has ended
+}
+
+uint64_t ShmContext::GatheredNbytes(const Batch& batch) const {
+  uint64_t slot_nbytes = 0;
+  for (uint32_t b = 0; b < geometry_.num_buffers; ++b) slot_nbytes += geometry_.page_nbytes[b];
+  const auto own =
+      std::count(batch.writer, batch.writer + batch.num_current, static_cast<int32_t>(rank_));
+  return static_cast<uint64_t>(batch.num_current - own) * slot_nbytes;
 }
 
 ShmContext::Failure ShmContext::Fail(Phase phase, const std::string& detail) {

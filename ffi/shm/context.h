@@ -77,6 +77,8 @@ class ShmContext {
   Failure PublishPages(Phase phase, const Batch& batch, const std::vector<Dense>& dense);
   Failure Meet(Phase phase);
   void GatherPages(const Batch& batch, const std::vector<Dense>& dense);
+  // What this rank gathers in an exchange of the batch.
+  uint64_t GatheredNbytes(const Batch& batch) const;
   Failure Fail(Phase phase, const std::string& detail);
   Failure Explain(const std::optional<Cause>& cause) const;
 
