@@ -34,9 +34,9 @@ $(VENV)/.installed: $(SOURCES)
 	  --config-settings=cmake.define.SYMMKV_TEST_CONTROLS=ON
 	touch $@
 
+# Exact versions: another one may format otherwise.
 $(VENV)/.linters: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[cli,test,dev]' \
-	  --config-settings=cmake.define.SYMMKV_TEST_CONTROLS=ON
+	$(BIN)/python -m pip install --quiet clang-format==23.1.5 mypy==2.4.1 ruff==0.17.6
 	touch $@
 
 clean:
