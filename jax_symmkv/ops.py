@@ -83,9 +83,9 @@ def barrier(ticket: jax.Array, *, heap: SymmetricHeap) -> jax.Array:
       the ticket for `gather`, or for the next exchange.
     """
     _check_ticket("barrier", ticket, heap)
+    (ticket,) = compat.refuse_transforms("barrier", [ticket])
     if heap.transport == "collective":
         return ticket
-    (ticket,) = compat.refuse_transforms("barrier", [ticket])
     return _call(
         "symmkv_barrier",
         ticket,
@@ -230,12 +230,20 @@ def _check_batch(
     buffers = dense if isinstance(dense, tuple) else (dense,)
     if len(buffers) != len(heap.page):
         raise TypeError(f"{op}: dense must have {len(heap.page)} buffers, got {len(buffers)}")
+    plan_axes = frozenset[str]().union(*(compat.varying_axes(x) for x in jax.tree.leaves(plan)))
     for buffer, page in zip(buffers, heap.page, strict=True):
         shape = (plan.num_dense_pages, *page.shape)
         if not hasattr(buffer, "dtype") or buffer.shape != shape or buffer.dtype != page.dtype:
             raise TypeError(
                 f"{op}: dense must be {page.dtype}{list(shape)}, a rank's num_dense_pages of the heap's "
                 f"pages, got {_described(buffer)}; outside shard_map the global array is no rank's"
+            )
+        # Else the result would pass for replicated over these axes, and not be.
+        lacking = plan_axes - compat.varying_axes(buffer)
+        if lacking:
+            raise TypeError(
+                f"{op}: dense must vary over {tuple(sorted(lacking))}, since the plan does; shard it over "
+                "these axes, or apply jax.lax.pcast(dense, axes, to='varying')"
             )
     return buffers
 

@@ -1,11 +1,15 @@
-"""Finds what a compiled program copies, from the text of its optimized HLO."""
+"""What a compiled program copies, and in which order it calls, from the text of its optimized HLO."""
 
 from __future__ import annotations
 
 import math
 import re
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\(")
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\("
+    r"(?:[^%)]*%(?P<first_operand>[\w.\-]+))?"
+)
+_TARGET = re.compile(r'custom_call_target="(\w+)"')
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _ITEM_NBYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 # What names a buffer, hands it on or updates it in place. A fusion is judged by the computation that it
@@ -29,6 +33,21 @@ def new_buffers(text: str, nbytes: int) -> list[str]:
         if max(map(_nbytes, _ARRAY.findall(match["type"])), default=0) >= nbytes:
             found.append(line.strip())
     return found
+
+
+def call_chain(text: str, last: str) -> list[str]:
+    """The custom calls from which the call of target `last` descends through first operands, it first."""
+    lines = {}
+    for line in text.splitlines():
+        if match := _INSTRUCTION.match(line):
+            lines[match["name"]] = (match["first_operand"], _TARGET.search(line))
+    (name,) = (n for n, (_, target) in lines.items() if target is not None and target[1] == last)
+    chain = []
+    while name is not None:
+        name, target = lines[name]
+        if target is not None:
+            chain.append(target[1])
+    return chain
 
 
 def _nbytes(array: tuple[str, str]) -> int:

@@ -153,8 +153,8 @@ def test_compose_lets_each_group_have_its_own_batch() -> None:
     with symmkv.SymmetricHeap(mesh, "cp", page=page, max_current_pages=MAX_CURRENT_PAGES) as heap:
         program = group.sharded(group.compose_body(heap), heap, spec=spec, plan_spec=P("dp"))
         result = program(group.put(np.concatenate(dense), mesh, spec), stacked)
-    wanted = [expected(d, plan, 3) for d, plan in zip(dense, both, strict=True)]
-    group.assert_shards(result, np.concatenate(wanted), "two batches")
+        wanted = [expected(d, plan, 3) for d, plan in zip(dense, both, strict=True)]
+        group.assert_shards(result, np.concatenate(wanted), "two batches")
 
 
 def test_one_ticket_serves_heaps_along_different_axes() -> None:
@@ -179,7 +179,7 @@ def test_one_ticket_serves_heaps_along_different_axes() -> None:
     ):
         program = group.sharded(body, cp_heap, spec=spec)
         result = program(group.put(dense, mesh, spec), (along_cp, along_tp))
-    group.assert_shards(result, wanted.reshape(dense.shape), "two axes")
+        group.assert_shards(result, wanted.reshape(dense.shape), "two axes")
 
 
 def test_compose_of_one_array_as_two_buffers_is_exact() -> None:

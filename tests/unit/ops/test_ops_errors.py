@@ -226,6 +226,24 @@ def test_plan_of_another_group_or_heap_is_refused(heap: symmkv.SymmetricHeap) ->
     )
 
 
+def test_plan_that_varies_where_dense_does_not_is_refused() -> None:
+    """The result would be typed as replicated over dp, with other bytes on each."""
+    mesh = group.cpu_mesh((2, 2), ("dp", "cp"))
+    plans = jax.tree.map(lambda *leaves: np.concatenate(leaves), PLAN, PLAN)
+    text = r"dense must vary over \('dp',\), since the plan does; .*pcast"
+    with symmkv.SymmetricHeap(mesh, "cp", page=PAGE, max_current_pages=MAX_CURRENT_PAGES) as heap:
+        refuses(TypeError, f"^compose: {text}", heap, plan=plans, plan_spec=P("dp"))
+
+        def remedied(dense: Any, plan: Any) -> Any:
+            dense = jax.lax.pcast(dense, ("dp",), to="varying")
+            return group.compose_body(heap)(dense, plan)[None]
+
+        mapped = jax.shard_map(
+            remedied, mesh=mesh, in_specs=(P("cp"), P("dp")), out_specs=P("dp", "cp")
+        )
+        jax.jit(mapped).trace(SHAPE, plans)
+
+
 def test_heap_argument_of_another_type_is_refused(heap: symmkv.SymmetricHeap) -> None:
     with pytest.raises(TypeError, match="new_ticket: needs at least one heap"):
         symmkv.new_ticket()
@@ -233,6 +251,37 @@ def test_heap_argument_of_another_type_is_refused(heap: symmkv.SymmetricHeap) ->
         symmkv.new_ticket("cp")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="barrier: heap must be a SymmetricHeap, got NoneType"):
         symmkv.barrier(jnp.zeros((1,), jnp.int32), heap=None)  # type: ignore[arg-type]
+
+
+def test_fallback_refuses_what_the_mapped_heap_refuses() -> None:
+    """So that a program that was written on a laptop can't fail first where memory is mapped."""
+    with symmkv.SymmetricHeap(
+        group.cpu_mesh((CP,)),
+        "cp",
+        page=PAGE,
+        max_current_pages=MAX_CURRENT_PAGES,
+        transport="collective",
+    ) as heap:
+        batch = jax.ShapeDtypeStruct((3, *SHAPE.shape), SHAPE.dtype)
+        for exchange in EXCHANGES.values():
+
+            def call(dense: Any, plan: Any, exchange: Exchange = exchange) -> Any:
+                return exchange(dense, plan, symmkv.new_ticket(heap), heap=heap)[0]
+
+            vmapped = jax.vmap(call, in_axes=(0, None))
+            text = "vmap over an exchange is not supported"
+            refuses(TypeError, text, heap, body=vmapped, dense=batch, spec=P(None, "cp"))
+            grad = jax.grad(lambda dense, plan, call=call: call(dense, plan).sum())
+            refuses(TypeError, "an exchange is not differentiable", heap, body=grad)
+            wrong = jax.ShapeDtypeStruct(SHAPE.shape, jnp.int32)
+            refuses(TypeError, r"dense must be float32\[", heap, body=call, dense=wrong)
+
+        def barriers(dense: Any, plan: Any) -> Any:
+            tickets = jnp.stack([symmkv.new_ticket(heap)] * 2)
+            return jax.vmap(lambda ticket: symmkv.barrier(ticket, heap=heap))(tickets)
+
+        refuses(TypeError, "^barrier: vmap over an exchange", heap, body=barriers)
+    refuses(symmkv.HeapError, "the heap is closed", heap)
 
 
 # --- the program around the call -----------------------------------------------------------------

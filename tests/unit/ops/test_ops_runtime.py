@@ -34,6 +34,16 @@ def heap() -> Iterator[symmkv.SymmetricHeap]:
         yield heap
 
 
+@pytest.fixture(scope="module", autouse=True)
+def last_program_succeeds() -> Iterator[None]:
+    """At exit JAX reports every device whose last program with side effects has failed."""
+    yield
+    with make_heap(2) as heap:
+        dense, wanted, plan = operands(heap)
+        result = group.sharded(group.compose_body(heap), heap)(dense, plan)
+        group.assert_shards(result, wanted, "the last program")
+
+
 def operands(heap: symmkv.SymmetricHeap) -> tuple[Any, Any, symmkv.ComposePlan]:
     """The dense buffer, what it must become, and the plan."""
     rng = np.random.default_rng(5)
@@ -170,6 +180,45 @@ def test_calls_in_the_wrong_order_are_an_error(
     else:
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
             run(jax.jit(mapped), dense, plan)
+
+
+@pytest.mark.parametrize("call", ["barrier", "publish", "compose"])
+def test_calls_whose_results_nobody_uses_are_made(heap: symmkv.SymmetricHeap, call: str) -> None:
+    """Neither dropped, nor merged, nor hoisted out of a loop, though nothing else depends on them."""
+    dense, _, plan = operands(heap)
+
+    def body(dense: Any, plan: Any) -> Any:
+        def step(_: Any, count: Any) -> Any:
+            ticket = symmkv.new_ticket(heap)
+            if call == "compose":
+                symmkv.compose(dense, plan, ticket, heap=heap)
+            else:
+                if call == "publish":
+                    ticket = symmkv.publish(dense, plan, ticket, heap=heap)
+                symmkv.barrier(ticket, heap=heap)
+            return count + 1
+
+        return jax.lax.fori_loop(0, 5, step, jnp.zeros((1,), jnp.int32))
+
+    mapped = jax.shard_map(
+        body, mesh=heap.mesh, in_specs=(P("cp"), P()), out_specs=P("cp"), check_vma=False
+    )
+    assert run(jax.jit(mapped), dense, plan).tolist() == [5, 5]
+    assert [context.epoch for context in heap._contexts.values()] == [5, 5]
+    heap.check()
+
+
+def test_guard_whose_ticket_nobody_uses_fails_the_program(heap: symmkv.SymmetricHeap) -> None:
+    def body(x: Any) -> Any:
+        symmkv.new_ticket(heap)
+        return x
+
+    mapped = jax.jit(jax.shard_map(body, mesh=heap.mesh, in_specs=P("cp"), out_specs=P("cp")))
+    x = group.put(np.zeros((2,), np.int32), heap.mesh, P("cp"))
+    run(mapped, x)
+    heap.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"new_ticket: heap .* is closed"):
+        run(mapped, x)
 
 
 def test_process_local_jit_of_a_group_of_one_needs_no_shard_map() -> None:
