@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m jax_symmkv demo
 
 test: $(VENV)/.installed
-	$(BIN)/python tests/run_suite.py unit distributed faults
+	$(BIN)/python tests/run_suite.py unit distributed faults $(SUITE_FLAGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m jax_symmkv bench

@@ -18,6 +18,7 @@ import jax.interpreters.batching
 import jax.interpreters.mlir
 import jaxlib
 import jaxlib.utils
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jaxlib import _jax
 
@@ -226,7 +227,12 @@ def refuse_transforms(op: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def drain() -> None:
-    """Waits for the programs whose results are still alive; their errors are the caller's to see."""
-    for array in jax.live_arrays():
+    """Waits for the programs in flight; their errors are the caller's to see.
+
+    An exchange goes on when nobody holds its results any more. JAX then still has a token of this thread's
+    last program with side effects, by device; `jax.effects_barrier` would stop at the first that failed.
+    """
+    tokens = _dispatch.runtime_tokens.output_runtime_tokens.values()
+    for pending in (*jax.live_arrays(), *tokens):
         with contextlib.suppress(Exception):
-            array.block_until_ready()
+            pending.block_until_ready()

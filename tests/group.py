@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -73,6 +74,13 @@ def three_calls(
     ticket = symmkv.publish(dense, plan, ticket, heap=heap)
     ticket = symmkv.barrier(ticket, heap=heap)
     return symmkv.gather(dense, plan, ticket, heap=heap)
+
+
+def slowly(dense: Any) -> Any:
+    """The same, after about half a second of work."""
+    ones = jnp.ones((256, 256), jnp.float32)
+    after = jax.lax.fori_loop(0, 500, lambda _, x: (x @ ones) / 256, ones)
+    return jnp.where(after[0, 0] > 1, jnp.zeros_like(dense), dense)  # never, as XLA can't know
 
 
 def three_calls_body(heap: SymmetricHeap) -> Body:

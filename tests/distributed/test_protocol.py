@@ -32,7 +32,7 @@ from tests.tokens import (
     tokens,
 )
 
-pytestmark = register_ci(suite="distributed", ranks=4, est_s=35)
+pytestmark = register_ci(suite="distributed", ranks=4, est_s=40)
 
 NUM_EXCHANGES = 200
 DELAY_S = 0.01

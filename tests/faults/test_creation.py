@@ -23,7 +23,7 @@ from tests.rank_end import LONG_S, SOON_S, RankEnd, die, sync
 from tests.registry import register_ci
 from tests.run_rank import ROOT, run_ranks_of
 
-pytestmark = register_ci(suite="faults", ranks=5, est_s=25)
+pytestmark = register_ci(suite="faults", ranks=5, est_s=22)
 
 NUM_STEPS = 4  # of a creation
 

@@ -18,7 +18,7 @@ from tests.registry import register_ci
 from tests.run_rank import run_ranks_of
 from tests.tokens import misreads
 
-pytestmark = register_ci(suite="faults", ranks=4, est_s=25)
+pytestmark = register_ci(suite="faults", ranks=4, est_s=18)
 
 KILLED = -9
 

@@ -115,14 +115,16 @@ def check_exits() -> None:
 
 
 def check_exit_in_flight() -> None:
-    """Rank 0 ends while its program waits for rank 1: the exchange is done first."""
+    """Rank 0 ends while its program waits for rank 1: all of its exchanges are done first."""
     end = RankEnd()
     end.compose_tokens(1)
     dense, plan = end.batch(2)
 
     @jax.jit
     def program(dense: Any, plan: symmkv.ComposePlan, x: jax.Array) -> Any:
-        dense, ticket = symmkv.compose(dense, plan, symmkv.new_ticket(end.heap), heap=end.heap)
+        ticket = symmkv.new_ticket(end.heap)
+        for _ in range(3):
+            dense, ticket = symmkv.compose(dense, plan, ticket, heap=end.heap)
         # So much work that XLA doesn't run the program in the thread that dispatches it.
         return dense, ticket, jax.lax.fori_loop(0, 10, lambda _, x: jnp.sin(x @ x), x)
 
@@ -207,7 +209,7 @@ def test_a_rank_that_ends_with_its_heap_open_is_missed_at_once() -> None:
     run_ranks_of(__file__, "check_exits", ranks=4, expect={2: 1, 3: 3})
 
 
-def test_a_program_in_flight_at_exit_ends_its_exchange() -> None:
+def test_a_program_in_flight_at_exit_ends_its_exchanges() -> None:
     result = run_ranks_of(__file__, "check_exit_in_flight", ranks=2)
     assert "in flight: True" in result.ranks[0].output
 

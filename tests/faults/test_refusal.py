@@ -17,7 +17,7 @@ from tests.registry import register_ci
 from tests.run_rank import run_ranks_of
 from tests.tokens import NUM_DENSE_PAGES, NUM_SLOTS, token_plan
 
-pytestmark = register_ci(suite="faults", ranks=3, est_s=16)
+pytestmark = register_ci(suite="faults", ranks=3, est_s=14)
 
 
 # --- what ranks execute --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tests.conftest import SHM
 from tests.registry import register_ci
 from tests.run_rank import ROOT
 
-pytestmark = register_ci(suite="faults", ranks=2, est_s=7)
+pytestmark = register_ci(suite="faults", ranks=2, est_s=5)
 
 OWNER = """
 import signal

@@ -79,9 +79,10 @@ def test_compose_of_a_tuple_moves_every_dtype_in_one_exchange(name: str, check_v
         check_batches(heap, MIXED, name, check_vma=check_vma, donate=True)
 
 
-@pytest.mark.parametrize("nbytes", [16, 48, 4096, 65536, 2**20])
+# Long copies stream past the caches and have tails; the largest pages make up a gather that streams.
+@pytest.mark.parametrize("nbytes", [16, 48, 4112, 65536, 2**20 + 48])
 def test_compose_of_every_page_size_is_exact(nbytes: int) -> None:
-    cap, num_pages = (5, 7) if nbytes == 2**20 else (21, 30)
+    cap, num_pages = (17, 19) if nbytes > 2**20 else (21, 30)
     page = jax.ShapeDtypeStruct((nbytes // 2,), jnp.bfloat16)
     plan = symmkv.build_plan(
         [4],
