@@ -162,6 +162,8 @@ class SymmetricHeap:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is None:
+            compat.drain()  # programs dispatched in the block may not have started yet
         self.close()
 
     def __repr__(self) -> str:

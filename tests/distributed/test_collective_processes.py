@@ -13,7 +13,7 @@ from tests.reference import NUM_DENSE_PAGES, batches, composed, random_array
 from tests.registry import register_ci
 from tests.run_rank import run_ranks_of
 
-pytestmark = register_ci(suite="distributed", ranks=3, est_s=5)
+pytestmark = register_ci(suite="distributed", ranks=3, est_s=6)
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "uint8", "float32", "int32", "bool", "complex64")
 

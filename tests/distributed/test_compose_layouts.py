@@ -16,7 +16,7 @@ from tests.reference import MAX_CURRENT_PAGES, NUM_DENSE_PAGES, batches, compose
 from tests.registry import register_ci
 from tests.run_rank import run_ranks_of
 
-pytestmark = register_ci(suite="distributed", ranks=8, est_s=35)
+pytestmark = register_ci(suite="distributed", ranks=8, est_s=22)
 
 PAGES = (
     jax.ShapeDtypeStruct((4, 2, 8), jnp.bfloat16),

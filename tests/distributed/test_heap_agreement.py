@@ -29,7 +29,7 @@ from tests.reference import (
 from tests.registry import register_ci
 from tests.run_rank import run_ranks_of
 
-pytestmark = register_ci(suite="distributed", ranks=3, est_s=20)
+pytestmark = register_ci(suite="distributed", ranks=3, est_s=15)
 
 PAGE = jax.ShapeDtypeStruct((4, 2, 8), jnp.bfloat16)  # 128 bytes
 QUICKLY_S = 20.0  # a deadline; the timeout of each creation is far beyond it

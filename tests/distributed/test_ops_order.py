@@ -28,7 +28,7 @@ from tests.reference import (
 from tests.registry import register_ci
 from tests.run_rank import run_ranks_of
 
-pytestmark = register_ci(suite="distributed", ranks=2, est_s=25)
+pytestmark = register_ci(suite="distributed", ranks=2, est_s=20)
 
 PAGE = jax.ShapeDtypeStruct((4,), jnp.uint32)
 STEPS = 7  # of every kind of batch; an odd number, so that loops begin in either half

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax_symmkv as symmkv
 from tests.registry import register_ci
 
-pytestmark = register_ci(suite="unit", est_s=1)
+pytestmark = register_ci(suite="unit", est_s=2)
 
 NAMES = {
     *("ComposePlan", "SymmetricHeap", "HeapError", "PeerError", "PlanError"),

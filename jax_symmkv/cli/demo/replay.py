@@ -38,7 +38,7 @@ class Replay:
         params = model.init_params(config, _SEED)
         self._heap, self._config, self._geometry = heap, config, geometry
         self._params = jax.device_put(params, NamedSharding(mesh, P()))
-        self._prefill = prefill.make_prefill(mesh, config, bound, record=False)
+        self._prefill: Any = prefill.make_prefill(mesh, config, bound, record=False)
         self._recorded_prefill = prefill.make_prefill(mesh, config, bound, record=True)
         self._timer = timing.ExchangeTimer(mesh, bound)
         self._meet = collect.make_meeting(mesh)
@@ -72,6 +72,11 @@ class Replay:
         self.verifier.check_dense(*self._record(inputs), inputs.plan)
         self.verifier.keep_outputs(batch, prompts, logits)
         return prefill_s, times_us
+
+    def compile_prefill(self, batch: trace.Batch, requests: Sequence[trace.Request]) -> Any:
+        """The timed prefill as a compiled program, for a look at its HLO; nothing runs."""
+        inputs = self._inputs(batch, self._prompts(batch, requests))
+        return self._prefill.lower(self._params, self._dense, *inputs, self._ticket).compile()
 
     def num_pages(self, batch: trace.Batch) -> int:
         """Current pages of a batch."""

@@ -13,7 +13,7 @@ from tests import group
 from tests.reference import NUM_DENSE_PAGES, Array, batches, composed, random_array
 from tests.registry import register_ci
 
-pytestmark = register_ci(suite="unit", est_s=15)
+pytestmark = register_ci(suite="unit", est_s=6)
 
 DTYPES = (
     *("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"),

@@ -21,7 +21,7 @@ from tests.reference import (
 )
 from tests.registry import register_ci
 
-pytestmark = register_ci(suite="unit", est_s=20)
+pytestmark = register_ci(suite="unit", est_s=5)
 
 EXCHANGES = ("compose", "three calls")
 # K, V, an index and more: one buffer each of the dtypes that move, none of the same page size.

@@ -16,7 +16,7 @@ from jax_symmkv import HeapError, SymmetricHeap
 from tests import group
 from tests.registry import register_ci
 
-pytestmark = register_ci(suite="unit", est_s=5)
+pytestmark = register_ci(suite="unit", est_s=3)
 
 PAGE = jax.ShapeDtypeStruct((4, 8), jnp.float32)  # 128 bytes
 VARIABLES = ("SYMMKV_TRANSPORT", "SYMMKV_HEAP_MB", "SYMMKV_TIMEOUT_S")

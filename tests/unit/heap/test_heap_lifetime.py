@@ -22,7 +22,7 @@ from tests.reference import MAX_CURRENT_PAGES, NUM_DENSE_PAGES, batches
 from tests.registry import register_ci
 from tests.run_rank import ROOT
 
-pytestmark = register_ci(suite="unit", est_s=14)
+pytestmark = register_ci(suite="unit", est_s=7)
 
 SHM = Path("/dev/shm")
 PAGE = jax.ShapeDtypeStruct((4,), jnp.float32)

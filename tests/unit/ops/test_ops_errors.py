@@ -18,7 +18,7 @@ from tests import group
 from tests.reference import MAX_CURRENT_PAGES, NUM_DENSE_PAGES, batches, composed, random_array
 from tests.registry import register_ci
 
-pytestmark = register_ci(suite="unit", est_s=10)
+pytestmark = register_ci(suite="unit", est_s=4)
 
 CP = 2
 PAGE = jax.ShapeDtypeStruct((2, 8), jnp.float32)

@@ -17,7 +17,7 @@ from tests import group, hlo
 from tests.reference import MAX_CURRENT_PAGES, NUM_DENSE_PAGES, batches
 from tests.registry import register_ci
 
-pytestmark = register_ci(suite="unit", est_s=6)
+pytestmark = register_ci(suite="unit", est_s=3)
 
 Step = Callable[[Any, symmkv.ComposePlan, jax.Array], tuple[Any, jax.Array]]
 

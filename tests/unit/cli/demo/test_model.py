@@ -121,5 +121,5 @@ def test_one_rank_run_is_the_plain_decoder(num_tokens):
     token_ids = np.random.default_rng(2).integers(64, size=num_tokens, dtype=np.int32)
     expected = naive_last_logits(params, token_ids, config)
     actual = reference.last_token_logits(params, token_ids, config)
-    # K and V rounded from float32 here and from float64 there: some end one bfloat16 apart.
-    np.testing.assert_allclose(actual, expected, atol=1e-2)
+    # K and V rounded from float32 here and from float64 there: some end one float16 apart.
+    np.testing.assert_allclose(actual, expected, atol=2e-3)
