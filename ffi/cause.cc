@@ -64,7 +64,7 @@ std::string CauseText(const Cause& cause, uint32_t cp_size) {
       break;
     case CauseCode::kClosed:
       text += missing + " did not arrive" + others + "; rank " + std::to_string(cause.rank) +
-              " has closed its heap";
+              " has closed its heap or ended";
       break;
     case CauseCode::kDisagree:
     case CauseCode::kFailed:

@@ -52,7 +52,7 @@ class SymmetricHeap:
         a tuple of dense buffers. Each page's size must be a multiple of 16 bytes.
       max_current_pages: slots, the most current pages of a batch (`current_page_cap`). `SYMMKV_HEAP_MB`
         can lower it; the agreed value is the attribute of this name.
-      max_prefix_pages: further slots for prefix pages where pools can't be mapped.
+      max_prefix_pages: further slots, reserved for prefix pages; calls exchange current pages alone.
       transport: "auto", or one of "shm" and "collective" to accept nothing else. "auto" falls back to
         "collective" with one logged line. `SYMMKV_TRANSPORT` overrides it.
       timeout_s: how long a rank waits for the others, in creation and in every exchange.
@@ -61,7 +61,10 @@ class SymmetricHeap:
     Attributes:
       transport: what the ranks agreed on.
       cp_size: ranks in a group.
-      nbytes: bytes of one rank's slab: flags and `2 * (max_current_pages + max_prefix_pages)` pages.
+      max_current_pages, max_prefix_pages: slots that it has.
+      closed: whether `close` was called.
+      nbytes: bytes of one rank's slab: flags and `2 * (max_current_pages + max_prefix_pages)` pages; 0 for
+        "collective".
 
     Raises:
       HeapError: an argument is unusable or differs between processes, a process did not take part within
@@ -101,6 +104,13 @@ class SymmetricHeap:
             self.heap_id = _heap_id(name, sizing)
             self.transport = self._agree_transport(rendezvous, groups, sizing, wanted)
         self.nbytes = 0 if self.transport == "collective" else sizing.slab_nbytes(self.cp_size)
+        if self.max_current_pages < sizing.requested_current_pages:
+            _log.warning(
+                "SymmetricHeap: SYMMKV_HEAP_MB bounds the heap to %d current pages of %d; raise it if a "
+                "batch needs more",
+                self.max_current_pages,
+                sizing.requested_current_pages,
+            )
         for device, context in self._contexts.items():
             context.register(self.heap_id, device)
         if not _open_heaps:
@@ -170,7 +180,7 @@ class SymmetricHeap:
         state = "closed" if self._closed else self.transport
         return (
             f"SymmetricHeap({self.axis_name!r}, cp_size={self.cp_size}, {state}, "
-            f"max_current_pages={self.max_current_pages}, nbytes={self.nbytes})"
+            f"max_current_pages={self.max_current_pages}, nbytes={self.nbytes}, id={self.heap_id})"
         )
 
     @contextlib.contextmanager

@@ -28,6 +28,10 @@ def new_ticket(*heaps: SymmetricHeap) -> jax.Array:
     A custom call that runs at every execution and fails the program if a heap is closed or poisoned, or
     if the program's mesh orders the devices otherwise than the heap's.
 
+    One chain a program: two are in no order. To order programs in flight, return the ticket and pass it to
+    the next instead of a new one; globally it is `int32[cp]` with `P(axis)`. The calls check the heap too,
+    but not the order of the devices.
+
     Args:
       heaps: the heaps that the program uses; one chain orders the calls on all of them.
 
@@ -38,7 +42,7 @@ def new_ticket(*heaps: SymmetricHeap) -> jax.Array:
       HeapError: a heap is closed, from another mesh, or not usable here; TypeError: no heap.
     """
     if not heaps:
-        raise TypeError("new_ticket: needs at least one heap")
+        raise TypeError("new_ticket: needs the heaps that the program uses, got none")
     indices = [_axis_index("new_ticket", heap) for heap in heaps]
     axes = frozenset[str]().union(*(compat.varying_axes(i) for i in indices))
     mapped = [(h, i) for h, i in zip(heaps, indices, strict=True) if h.transport != "collective"]
@@ -193,15 +197,15 @@ def _check_axes(op: str, heap: SymmetricHeap) -> bool:
                 f"and a mapped transport; here are {heap.num_local_devices}, and {heap.transport!r}.)"
             )
         return False
-    if heap.axis_name not in manual or manual != frozenset(mesh.axis_names):
-        raise HeapError(
-            f"{op}: every axis of the mesh must be manual in the shard_map around it; of "
-            f"{mesh.axis_names} it has {tuple(sorted(manual))}. Leave axis_names out of the shard_map"
-        )
     if dict(mesh.shape) != dict(heap.mesh.shape):
         raise HeapError(
             f"{op}: the heap is from another mesh: {dict(heap.mesh.shape)}, the program's is "
             f"{dict(mesh.shape)}; create the heap with the program's mesh"
+        )
+    if manual != frozenset(mesh.axis_names):
+        raise HeapError(
+            f"{op}: every axis of the mesh must be manual in the shard_map around it; of "
+            f"{mesh.axis_names} it has {tuple(sorted(manual))}. Leave axis_names out of the shard_map"
         )
     return True
 
@@ -225,18 +229,23 @@ def _check_batch(
     if isinstance(dense, tuple) != heap.is_tuple:
         raise TypeError(
             f"{op}: dense must be {'a tuple of buffers' if heap.is_tuple else 'one array'}, like the "
-            f"page of the heap, got {type(dense).__name__}"
+            f"page of the heap, got {_described(dense)}"
         )
     buffers = dense if isinstance(dense, tuple) else (dense,)
     if len(buffers) != len(heap.page):
         raise TypeError(f"{op}: dense must have {len(heap.page)} buffers, got {len(buffers)}")
     plan_axes = frozenset[str]().union(*(compat.varying_axes(x) for x in jax.tree.leaves(plan)))
-    for buffer, page in zip(buffers, heap.page, strict=True):
+    remedy = (
+        "create the heap with this page, or pass the buffers in its order"
+        if compat.manual_mesh()[0] is not None
+        else "pass this rank's buffer, not the global array"
+    )
+    for i, (buffer, page) in enumerate(zip(buffers, heap.page, strict=True)):
         shape = (plan.num_dense_pages, *page.shape)
         if not hasattr(buffer, "dtype") or buffer.shape != shape or buffer.dtype != page.dtype:
             raise TypeError(
-                f"{op}: dense must be {page.dtype}{list(shape)}, a rank's num_dense_pages of the heap's "
-                f"pages, got {_described(buffer)}; outside shard_map the global array is no rank's"
+                f"{op}: dense must be {page.dtype}{list(shape)}, the plan's num_dense_pages of the heap's "
+                f"pages, got {_described(buffer)} for buffer {i}; {remedy}"
             )
         # Else the result would pass for replicated over these axes, and not be.
         lacking = plan_axes - compat.varying_axes(buffer)
@@ -266,4 +275,9 @@ def _check_plan(op: str, plan: ComposePlan, heap: SymmetricHeap) -> None:
         raise PlanError(
             f"{op}: the plan has room for {plan.current_page.shape[0]} current pages, the heap for "
             f"{heap.max_current_pages}; pass max_current_pages=heap.max_current_pages to build_plan"
+        )
+    if plan.prefix_page.shape[0]:
+        raise PlanError(
+            f"{op}: current pages alone are exchanged, the plan has room for {plan.prefix_page.shape[0]} "
+            "prefix pages; pass max_prefix_pages=0 to build_plan and fill those pages of the dense buffer"
         )

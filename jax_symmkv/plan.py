@@ -101,8 +101,8 @@ def build_plan(
       page_size: tokens of a page.
       cp_size: ranks of the group.
       max_current_pages: slots that the heap has, `heap.max_current_pages`.
-      max_prefix_pages: room for prefix pages; with 0 a prefix only shifts the layout, and the
-        engine fills those pages itself.
+      max_prefix_pages: room for prefix pages, which are planned but not yet exchanged; with 0 a prefix
+        only shifts the layout, and the engine fills those pages itself.
       num_dense_pages: pages of the dense buffer.
       dense_page: int[logical pages] page of the dense buffer for each logical page (request after
         request, its prefix pages, then its current pages); the identity if absent.
@@ -240,7 +240,8 @@ def dense_positions(
 
     Returns:
       page_id: int32[n] page of the dense buffer, -1 where the token is -1.
-      row: int32[n] row in that page, -1 where the token is -1.
+      row: int32[n] row in that page, -1 where the token is -1. JAX wraps -1 around, even under
+        `mode="drop"`: scatter to `jnp.where(page_id < 0, num_dense_pages, page_id)` with `mode="drop"`.
 
     Raises:
       PlanError: the batch is malformed, or a token is not in it.

@@ -13,7 +13,7 @@ from jax_symmkv.cli.demo.model import ModelConfig
 BUDGET_FACTOR = 8
 
 # Work that a token costs without attention, in the work of attending to one key.
-_KEYS_PER_TOKEN = 2000
+_KEYS_PER_TOKEN = 4000
 
 
 def peak_rank_nbytes() -> int:

@@ -119,12 +119,15 @@ def test_variables_override_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (heap.transport, heap.timeout_s) == ("collective", 2.5)
 
 
-def test_heap_mb_lowers_the_slots_and_never_raises_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heap_mb_lowers_the_slots_and_never_raises_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     # 1 MiB / (2 halves * 128 bytes) = 4096 slots, prefix slots among them.
     monkeypatch.setenv("SYMMKV_HEAP_MB", "1")
     with create(max_current_pages=10_000, max_prefix_pages=96) as heap:
         assert (heap.max_current_pages, heap.max_prefix_pages) == (4000, 96)
         assert heap.nbytes <= 2**20 + 12288
+    assert "SYMMKV_HEAP_MB bounds the heap to 4000 current pages of 10000" in caplog.text
     with create(max_current_pages=4096) as heap:
         assert heap.max_current_pages == 4096
     monkeypatch.setenv("SYMMKV_HEAP_MB", "0.5")

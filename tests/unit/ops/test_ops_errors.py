@@ -159,6 +159,27 @@ def test_dense_that_does_not_fit_the_page_is_refused(
         refuses(TypeError, f"^{op}: .*{text}", heap, body=body, dense=dense)
 
 
+def test_plan_with_prefix_pages_is_refused(heap: symmkv.SymmetricHeap) -> None:
+    plan = symmkv.build_plan(
+        [2],
+        [4],
+        page_size=2,
+        cp_size=CP,
+        max_current_pages=MAX_CURRENT_PAGES,
+        max_prefix_pages=3,
+        num_dense_pages=NUM_DENSE_PAGES,
+        prefix_owner=[1],
+        prefix_pool_page=[0],
+    )
+    for op, exchange in EXCHANGES.items():
+
+        def body(dense: Any, plan: Any, exchange: Exchange = exchange) -> Any:
+            return exchange(dense, plan, symmkv.new_ticket(heap), heap=heap)[0]
+
+        text = f"^{op}: .*room for 3 prefix pages; pass max_prefix_pages=0"
+        refuses(symmkv.PlanError, text, heap, body=body, plan=plan)
+
+
 def test_gather_checks_its_own_operands(heap: symmkv.SymmetricHeap) -> None:
     def body(dense: Any, plan: Any) -> Any:
         return symmkv.gather(dense[1:], plan, symmkv.new_ticket(heap), heap=heap)[0]
@@ -245,7 +266,7 @@ def test_plan_that_varies_where_dense_does_not_is_refused() -> None:
 
 
 def test_heap_argument_of_another_type_is_refused(heap: symmkv.SymmetricHeap) -> None:
-    with pytest.raises(TypeError, match="new_ticket: needs at least one heap"):
+    with pytest.raises(TypeError, match="new_ticket: needs the heaps that the program uses"):
         symmkv.new_ticket()
     with pytest.raises(TypeError, match="new_ticket: heap must be a SymmetricHeap, got str"):
         symmkv.new_ticket("cp")  # type: ignore[arg-type]
@@ -323,6 +344,18 @@ def test_heap_from_another_mesh_is_refused(heap: symmkv.SymmetricHeap) -> None:
     )
     with pytest.raises(symmkv.HeapError, match=text):
         jax.jit(mapped).trace(jax.ShapeDtypeStruct((4 * 41, 2, 8), jnp.float32), PLAN)
+
+
+def test_mesh_with_another_axis_is_refused(heap: symmkv.SymmetricHeap) -> None:
+    text = r"^new_ticket: the heap is from another mesh: {'cp': 2}, the program's is {'x': 2}"
+    mapped = jax.shard_map(
+        group.compose_body(heap),
+        mesh=group.cpu_mesh((CP,), ("x",)),
+        in_specs=(P("x"), P()),
+        out_specs=P("x"),
+    )
+    with pytest.raises(symmkv.HeapError, match=text):
+        jax.jit(mapped).trace(SHAPE, PLAN)
 
 
 def test_closed_heap_is_refused_at_trace_time() -> None:
