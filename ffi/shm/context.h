@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ffi/layout.h"
+#include "ffi/shm/copy_choice.h"
 #include "ffi/shm/peers.h"
 #include "ffi/shm/segment.h"
 
@@ -77,8 +78,7 @@ class ShmContext {
   Failure PublishPages(Phase phase, const Batch& batch, const std::vector<Dense>& dense);
   Failure Meet(Phase phase);
   void GatherPages(const Batch& batch, const std::vector<Dense>& dense);
-  // What this rank gathers in an exchange of the batch.
-  uint64_t GatheredNbytes(const Batch& batch) const;
+  uint64_t MovedNbytes(const Batch& batch) const;
   Failure Fail(Phase phase, const std::string& detail);
   Failure Explain(const std::optional<Cause>& cause) const;
 
@@ -86,6 +86,7 @@ class ShmContext {
   const uint32_t rank_;
   const WaitLimits limits_;
   mutable std::mutex mutex_;
+  CopyChoice copy_choice_;
   Segment created_;               // until Map hands it to peers_
   std::unique_ptr<Peers> peers_;  // null before Map and after Close
 };

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from jax_symmkv.cli.bench.placement import Cores
 from jax_symmkv.cli.bench.programs import Variant
 from jax_symmkv.cli.demo.collect import from_every_process
 
@@ -19,40 +21,49 @@ _MAX_COUNT = 20_000
 Meet = Callable[[], None]
 
 
-def measure(variants: Sequence[Variant], repeats: int, meet: Meet) -> npt.NDArray[np.float64]:
+def measure(
+    variants: Sequence[Variant], repeats: int, meet: Meet, cores: Cores
+) -> npt.NDArray[np.float64]:
     """Called on every rank, after each variant has run once.
 
     Returns:
       float64 [repeats, variants], the same on every rank: µs an operation, on the slowest rank.
     """
-    counts = [_calibrate(variant, meet) for variant in variants]
     own_us = np.empty((repeats, len(variants)), np.float32)
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with cores.restored(), _no_garbage_collection():
+        counts = [_calibrate(variant, meet, cores) for variant in variants]
         for repeat in range(repeats):
             # In turn, so that whatever drifts hits all variants alike.
             for i, variant in enumerate(variants):
-                own_us[repeat, i] = _sample_us(variant, counts[i], meet)
-    finally:
-        if collects:
-            gc.enable()
+                own_us[repeat, i] = _sample_us(variant, counts[i], meet, cores)
     slowest_us: npt.NDArray[np.float64] = from_every_process(own_us).max(axis=0).astype(np.float64)
     return slowest_us
 
 
-def _calibrate(variant: Variant, meet: Meet) -> int:
+def _calibrate(variant: Variant, meet: Meet, cores: Cores) -> int:
     """Operations in a sample: the same number on every rank."""
     count = 1
     for _ in range(3):  # the first runs are slow: caches, page faults
-        own_us = np.array([_sample_us(variant, count, meet)], np.float32)
+        own_us = np.array([_sample_us(variant, count, meet, cores)], np.float32)
         slowest_us = float(from_every_process(own_us).max())
         count = max(1, min(_MAX_COUNT, round(_SAMPLE_S * 1e6 / slowest_us)))
     return count
 
 
-def _sample_us(variant: Variant, count: int, meet: Meet) -> float:
+def _sample_us(variant: Variant, count: int, meet: Meet, cores: Cores) -> float:
+    cores.bind(variant.on_own_core)
     meet()
     start = time.perf_counter()
     variant.run(count)
     return (time.perf_counter() - start) * 1e6 / count
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -7,33 +7,37 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-BOUND = "each rank bound to a core of its own"
-UNBOUND = "ranks not bound to cores, of which there are fewer"
 
+class Cores:
+    """The cores that this process's threads may run on: all that it was given, or one of them.
 
-def placement(num_ranks: int) -> str:
-    return BOUND if num_ranks <= len(os.sched_getaffinity(0)) else UNBOUND
-
-
-@contextlib.contextmanager
-def own_core(rank: int, num_ranks: int) -> Iterator[None]:
-    """Binds every thread of this process to one core, if there is one for every rank.
-
-    XLA's threads and Gloo's too, so that all variants have the same. Undone at the end: a heap that is
-    created by a bound rank takes the ranks to share that core.
+    Attributes:
+      placement: what it comes to, for the report.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    if num_ranks > len(cores):
-        yield
-        return
-    _bind({cores[rank]})
-    try:
-        yield
-    finally:
-        _bind(set(cores))
 
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._all = sorted(os.sched_getaffinity(0))
+        self._own = {self._all[rank]} if num_ranks <= len(self._all) else set(self._all)
+        self._is_bound = False
+        self.placement = (
+            "each bound to a core, but for the collectives: Gloo has threads of its own"
+            if num_ranks <= len(self._all)
+            else "which are not bound to cores, of which there are fewer"
+        )
 
-def _bind(cores: set[int]) -> None:
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread.name), cores)
+    def bind(self, to_own: bool) -> None:
+        """Binds every thread of the process, or undoes it."""
+        if to_own == self._is_bound:
+            return
+        self._is_bound = to_own
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread.name), self._own if to_own else self._all)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """In the end nothing is bound: a heap that a bound rank creates takes the core to be shared."""
+        try:
+            yield
+        finally:
+            self.bind(False)

@@ -23,9 +23,11 @@ class Variant:
 
     Attributes:
       name: as in the report.
+      on_own_core: whether the rank is to be bound to one core meanwhile.
     """
 
     name: str
+    on_own_core = True
 
     def run(self, count: int) -> None:
         """Does it `count` times, and returns when this rank has done so."""
@@ -65,8 +67,11 @@ class Exchange(Variant):
 class Collective(Variant):
     """One of XLA's, on the pages of the case as 4-byte integers, which Gloo sums fastest.
 
-    Without moving them into a dense buffer, so that a compose by this means takes longer.
+    Without moving them into a dense buffer, so that a compose by this means takes longer. On all cores:
+    Gloo's own threads want one, and small transfers take three times as long where they must share.
     """
+
+    on_own_core = False
 
     def __init__(
         self,

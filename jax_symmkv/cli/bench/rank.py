@@ -18,7 +18,7 @@ import jax_symmkv as symmkv
 from jax_symmkv.cli.bench import environment, options
 from jax_symmkv.cli.bench.case import Case, make_case
 from jax_symmkv.cli.bench.measure import Meet, measure
-from jax_symmkv.cli.bench.placement import own_core, placement
+from jax_symmkv.cli.bench.placement import Cores
 from jax_symmkv.cli.bench.programs import Compose, Variant, make_variants
 from jax_symmkv.cli.bench.report import format_nbytes
 from jax_symmkv.cli.demo.collect import from_every_process, make_meeting
@@ -40,12 +40,13 @@ def main(argv: Sequence[str], compose: Compose = symmkv.compose) -> int:
     progress = Report(sys.stderr if jax.process_index() == 0 else None)
     mesh = Mesh(np.array(jax.devices()), ("cp",))
     cases = [make_case(nbytes, mesh.size) for nbytes in (0, *job.sizes_nbytes)]
-    result = environment.describe() | {"placement": placement(mesh.size)}
+    cores = Cores(jax.process_index(), mesh.size)
+    result = environment.describe() | {"placement": cores.placement}
     result |= {"ranks": mesh.size, "repeats": job.repeats}
     records: list[dict[str, Any]] = []
     with progress.progress("measuring", len(cases), "sizes") as advance:
         for case in cases:
-            transport, record, wrong = _run_case(case, mesh, compose, job.repeats)
+            transport, record, wrong = _run_case(case, mesh, compose, job.repeats, cores)
             if wrong:
                 size = format_nbytes(case.received_nbytes)
                 progress.line(f"FAILED: wrong bytes from {', '.join(wrong)}, {size} a rank")
@@ -59,7 +60,7 @@ def main(argv: Sequence[str], compose: Compose = symmkv.compose) -> int:
 
 
 def _run_case(
-    case: Case, mesh: Mesh, compose: Compose, repeats: int
+    case: Case, mesh: Mesh, compose: Compose, repeats: int, cores: Cores
 ) -> tuple[str, dict[str, Any], list[str]]:
     """The transport, the record of the case, and the names of the variants that gave wrong bytes."""
     meet = make_meeting(mesh)
@@ -68,8 +69,7 @@ def _run_case(
         wrong = _wrong(variants, meet)
         if wrong:
             return heap.transport, {}, wrong
-        with own_core(jax.process_index(), mesh.size):
-            times_us = measure(variants, repeats, meet)
+        times_us = measure(variants, repeats, meet, cores)
         heap.check()
         meet()  # a rank that closes early is an error to the others
         return heap.transport, _record(case, variants, times_us), []

@@ -40,6 +40,8 @@ def main(argv: Sequence[str], compose: Callable[..., Any] = symmkv.compose) -> i
     cap = geometry.current_page_cap
     with symmkv.SymmetricHeap(mesh, "cp", page=page, max_current_pages=cap) as heap:
         rank_report.line(_heading(job, heap, requests, batches))
+        if heap.transport == "collective":
+            rank_report.line("note: without a mapped transport, compose IS the collective path")
         start = time.perf_counter()
         replay = Replay(heap, config, geometry, compose)
         replay.warm_up(batches[0], requests)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 from jax_symmkv.__main__ import main
 from jax_symmkv.cli.bench import case, options, report
+from jax_symmkv.cli.bench.placement import Cores
 from tests.registry import register_ci
 
 pytestmark = register_ci(suite="unit", est_s=5)
@@ -41,7 +44,7 @@ def made_up_result():
         "cores": 2,
         "ranks": 2,
         "transport": "shm",
-        "placement": "each rank on a core of its own",
+        "placement": "each bound to a core",
         "repeats": 1,
         "cases": cases,
     }
@@ -78,7 +81,7 @@ def test_show_cuts_no_column(at_terminal, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert all(column in printed for column in report.COLUMNS)
     assert "$ python -m jax_symmkv bench --ranks 2" in printed
-    assert "Some CPU, 2 cores; 2 ranks over shm, each rank on a core of its own" in printed
+    assert "Some CPU, 2 cores; 2 ranks over shm, each bound to a core" in printed
     assert "1.03 MB" in printed and "…" not in printed
 
 
@@ -146,3 +149,27 @@ def test_draw_writes_a_png(tmp_path):
 
     plot.draw(made_up_result(), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_cores_bind_every_thread_and_give_all_cores_back():
+    allowed = os.sched_getaffinity(0)
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        cores = Cores(0, num_ranks=1)
+        with cores.restored():
+            cores.bind(True)
+            assert os.sched_getaffinity(thread.native_id) == {min(allowed)}
+        assert os.sched_getaffinity(thread.native_id) == allowed == os.sched_getaffinity(0)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_cores_fewer_than_ranks_are_left_alone():
+    allowed = os.sched_getaffinity(0)
+    cores = Cores(0, num_ranks=len(allowed) + 1)
+    cores.bind(True)
+    assert os.sched_getaffinity(0) == allowed
+    assert "not bound" in cores.placement
