@@ -24,9 +24,9 @@ COLUMNS = (
 )
 
 _NOTES = (
-    "One prompt's pages, computed half and half by 2 ranks (or in equal shares by more), and one dense buffer",
-    "that is used again and again. received: bytes that each rank gathers from its peers; pages: what it",
-    "publishes. µs: per operation, on the slowest rank, median of the samples, the variants taking turns.",
+    "One prompt's pages, of which each rank computes an equal share, and one dense buffer, used again and again.",
+    "received: bytes that each rank gathers from its peers; pages: what each rank publishes.",
+    "µs: per operation, on the slowest rank, median of the samples, the variants taking turns.",
     "psum, all_gather: of the same pages, by XLA over Gloo, without moving them into the dense buffer.",
     "memcpy: as many bytes as are published and gathered, in two pieces, at the same time on every rank.",
     "GB/s: received. of memcpy: compose's speed as a share of memcpy's. The bytes of all were checked first.",
