@@ -24,7 +24,7 @@ COLUMNS = (
 )
 
 _NOTES = (
-    "One prompt's pages, of which each rank computes an equal share, and one dense buffer, used again and again.",
+    "One prompt's pages, an equal share computed by each rank, and one dense buffer, used again and again.",
     "received: bytes that each rank gathers from its peers; pages: what each rank publishes.",
     "µs: per operation, on the slowest rank, median of the samples, the variants taking turns.",
     "psum, all_gather: of the same pages, by XLA over Gloo, without moving them into the dense buffer.",
