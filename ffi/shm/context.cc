@@ -1,6 +1,6 @@
 #include "ffi/shm/context.h"
 
-#include <chrono>
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -21,14 +21,11 @@ int32_t RunLength(const Batch& batch, int32_t slot) {
   return end - slot;
 }
 
-using Copy = void (*)(char* to, const char* from, uint64_t nbytes);
+// A gather of more than this leaves nothing in the caches for the attention that follows, so its
+// stores need not fetch the lines that they overwrite.
+constexpr uint64_t kMinStreamedGatherNbytes = 8 << 20;
 
 void CachedCopy(char* to, const char* from, uint64_t nbytes) { std::memcpy(to, from, nbytes); }
-
-uint64_t NowNs() {
-  return static_cast<uint64_t>(
-      std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
-}
 
 constexpr char kClosedText[] =
     "the heap is closed; create it before the program runs and close it after";
@@ -217,24 +214,20 @@ ShmContext::Failure ShmContext::PublishPages(Phase phase, const Batch& batch,
   if (own->published_epoch == exchange) {
     return Fail(phase, "published already in this exchange; call barrier before the next publish");
   }
-  const bool streams = copy_choice_.PublishStreams(exchange, MovedNbytes(batch));
-  const Copy copy = streams ? StreamCopy : CachedCopy;
-  const uint64_t start_ns = NowNs();
   const Segment& slab = peers_->slab(rank_);
   for (int32_t slot = 0; slot < batch.num_current;) {
     const int32_t run = RunLength(batch, slot);
     if (static_cast<uint32_t>(batch.writer[slot]) == rank_) {
       for (uint32_t b = 0; b < geometry_.num_buffers; ++b) {
         const uint64_t page_nbytes = geometry_.page_nbytes[b];
-        copy(slab.at(geometry_.SlotOffset(exchange, b, static_cast<uint64_t>(slot))),
-             dense[b].data + static_cast<uint64_t>(batch.page[slot]) * page_nbytes,
-             static_cast<uint64_t>(run) * page_nbytes);
+        StreamCopy(slab.at(geometry_.SlotOffset(exchange, b, static_cast<uint64_t>(slot))),
+                   dense[b].data + static_cast<uint64_t>(batch.page[slot]) * page_nbytes,
+                   static_cast<uint64_t>(run) * page_nbytes);
       }
     }
     slot += run;
   }
   StreamFence();  // before the barrier's arrive words
-  copy_choice_.Published(NowNs() - start_ns);
   own->published_epoch = exchange;
   own->published_fingerprint = batch.fingerprint;
   return std::nullopt;
@@ -255,9 +248,7 @@ ShmContext::Failure ShmContext::Meet(Phase phase) {
 // Reads the peers' pages of the exchange just met.
 void ShmContext::GatherPages(const Batch& batch, const std::vector<Dense>& dense) {
   const uint64_t exchange = peers_->own()->epoch;
-  const uint64_t moved_nbytes = MovedNbytes(batch);
-  const Copy copy = CopyChoice::GatherStreams(moved_nbytes) ? StreamCopy : CachedCopy;
-  const uint64_t start_ns = NowNs();
+  const auto copy = GatheredNbytes(batch) < kMinStreamedGatherNbytes ? CachedCopy : StreamCopy;
   for (int32_t slot = 0; slot < batch.num_current;) {
     const int32_t run = RunLength(batch, slot);
     const auto writer = static_cast<uint32_t>(batch.writer[slot]);
@@ -273,14 +264,14 @@ void ShmContext::GatherPages(const Batch& batch, const std::vector<Dense>& dense
     slot += run;
   }
   StreamFence();  // before another thread learns that the call has ended
-  copy_choice_.Gathered(exchange, moved_nbytes, NowNs() - start_ns);
 }
 
-// Each page of the batch is either published or gathered.
-uint64_t ShmContext::MovedNbytes(const Batch& batch) const {
+uint64_t ShmContext::GatheredNbytes(const Batch& batch) const {
   uint64_t slot_nbytes = 0;
   for (uint32_t b = 0; b < geometry_.num_buffers; ++b) slot_nbytes += geometry_.page_nbytes[b];
-  return static_cast<uint64_t>(batch.num_current) * slot_nbytes;
+  const auto own =
+      std::count(batch.writer, batch.writer + batch.num_current, static_cast<int32_t>(rank_));
+  return static_cast<uint64_t>(batch.num_current - own) * slot_nbytes;
 }
 
 ShmContext::Failure ShmContext::Fail(Phase phase, const std::string& detail) {

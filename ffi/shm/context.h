@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "ffi/layout.h"
-#include "ffi/shm/copy_choice.h"
 #include "ffi/shm/peers.h"
 #include "ffi/shm/segment.h"
 
@@ -78,7 +77,8 @@ class ShmContext {
   Failure PublishPages(Phase phase, const Batch& batch, const std::vector<Dense>& dense);
   Failure Meet(Phase phase);
   void GatherPages(const Batch& batch, const std::vector<Dense>& dense);
-  uint64_t MovedNbytes(const Batch& batch) const;
+  // What this rank gathers in an exchange of the batch.
+  uint64_t GatheredNbytes(const Batch& batch) const;
   Failure Fail(Phase phase, const std::string& detail);
   Failure Explain(const std::optional<Cause>& cause) const;
 
@@ -86,7 +86,6 @@ class ShmContext {
   const uint32_t rank_;
   const WaitLimits limits_;
   mutable std::mutex mutex_;
-  CopyChoice copy_choice_;
   Segment created_;               // until Map hands it to peers_
   std::unique_ptr<Peers> peers_;  // null before Map and after Close
 };
