@@ -163,11 +163,13 @@ def manual_mesh() -> tuple[jax.sharding.AbstractMesh | None, frozenset[str]]:
     return mesh, frozenset(mesh.manual_axes)
 
 
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """The mesh axes over which shard_map's check_vma takes `x` to vary; empty without it."""
-    aval = jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)  # since jax 0.10
-    axes: frozenset[str] = aval.vma if manual is None else manual.varying
+def varying_axes(*arrays: jax.Array) -> frozenset[str]:
+    """The mesh axes over which shard_map's check_vma takes any of the arrays to vary; empty without it."""
+    axes: frozenset[str] = frozenset()
+    for x in arrays:
+        aval = jax.typeof(x)
+        manual = getattr(aval, "manual_axis_type", None)  # since jax 0.10
+        axes |= aval.vma if manual is None else manual.varying
     return axes
 
 

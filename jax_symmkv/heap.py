@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_symmkv import _core, compat
 from jax_symmkv.errors import HeapError, PeerError
-from jax_symmkv.rendezvous import Rendezvous
+from jax_symmkv.rendezvous import Rendezvous, failures
 from jax_symmkv.sizing import Page, Sizing, size_heap
 
 _log = logging.getLogger("jax_symmkv")
@@ -205,11 +205,11 @@ class SymmetricHeap:
     ) -> str:
         if wanted == "collective":
             return wanted
-        failures = self._map_shm(rendezvous, groups, sizing)
-        if not failures:
+        failed = self._map_shm(rendezvous, groups, sizing)
+        if not failed:
             return "shm"
         self._undo()
-        process, why = min(failures.items())
+        process, why = min(failed.items())
         text = f"shared memory can't be used: process {process}: {why}"
         if wanted == "shm":
             raise HeapError(
@@ -257,9 +257,8 @@ class SymmetricHeap:
         except RuntimeError as error:
             failure = str(error)
         records = rendezvous.exchange({"failure": failure, "segments": segments})
-        failures = {p: r["failure"] for p, r in records.items() if r["failure"] is not None}
-        if failures:
-            return failures
+        if failed := failures(records):
+            return failed
 
         every: dict[str, tuple[str, int]] = {}
         for record in records.values():
@@ -272,9 +271,8 @@ class SymmetricHeap:
                         self._contexts[device.id].map(names, nonces)
         except RuntimeError as error:
             failure = str(error)
-        failures = rendezvous.agree(failure)
-        if failures:
-            return failures
+        if failed := rendezvous.agree(failure):
+            return failed
 
         # Everybody has mapped, so the names have served; a process killed from here on leaves nothing.
         try:
@@ -351,9 +349,9 @@ def _agree_sizing(rendezvous: Rendezvous, sizing: Sizing, wanted: str) -> Sizing
         **sizing.record(),
     }
     records = rendezvous.exchange(own | {"bounded": sizing.max_current_pages})
+    first = min(records)
     for what in own:
         for process, record in records.items():
-            first = min(records)
             if record[what] != records[first][what]:
                 raise HeapError(
                     f"SymmetricHeap: {what} differs: process {first} has {records[first][what]}, "

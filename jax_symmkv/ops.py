@@ -44,7 +44,7 @@ def new_ticket(*heaps: SymmetricHeap) -> jax.Array:
     if not heaps:
         raise TypeError("new_ticket: needs the heaps that the program uses, got none")
     indices = [_axis_index("new_ticket", heap) for heap in heaps]
-    axes = frozenset[str]().union(*(compat.varying_axes(i) for i in indices))
+    axes = compat.varying_axes(*indices)
     mapped = [(h, i) for h, i in zip(heaps, indices, strict=True) if h.transport != "collective"]
     if not mapped:  # nothing to guard
         return compat.vary_alike([jnp.zeros((1,), jnp.int32)], axes)[0]
@@ -159,7 +159,7 @@ def _call(
     **attributes: object,
 ) -> list[jax.Array]:
     """One ffi_call. Its results have the given types, so that scan carries keep theirs."""
-    axes = frozenset[str]().union(*(compat.varying_axes(x) for x in operands))
+    axes = compat.varying_axes(*operands)
     call = jax.ffi.ffi_call(
         target, list(results), has_side_effect=True, input_output_aliases=aliases or {}
     )
@@ -234,7 +234,7 @@ def _check_batch(
     buffers = dense if isinstance(dense, tuple) else (dense,)
     if len(buffers) != len(heap.page):
         raise TypeError(f"{op}: dense must have {len(heap.page)} buffers, got {len(buffers)}")
-    plan_axes = frozenset[str]().union(*(compat.varying_axes(x) for x in jax.tree.leaves(plan)))
+    plan_axes = compat.varying_axes(*jax.tree.leaves(plan))
     remedy = (
         "create the heap with this page, or pass the buffers in its order"
         if compat.manual_mesh()[0] is not None

@@ -89,8 +89,7 @@ class Rendezvous:
 
     def agree(self, failure: str | None) -> dict[int, str]:
         """The failures of all processes, by process index; empty when nobody has one."""
-        records = self.exchange({"failure": failure})
-        return {p: r["failure"] for p, r in records.items() if r["failure"] is not None}
+        return failures(self.exchange({"failure": failure}))
 
     def _key(self, round_: int, process: int) -> str:
         return f"symmkv/{self._name}/{round_}/{process}"
@@ -136,6 +135,11 @@ class Rendezvous:
     def _delete(self, round_: int) -> None:
         if round_ >= 0 and self._client is not None and len(self._processes) > 1:
             self._client.key_value_delete(self._key(round_, self._me))
+
+
+def failures(records: Mapping[int, _Record]) -> dict[int, str]:
+    """The failures among records of {"failure": text or None, ...}, by process index."""
+    return {p: r["failure"] for p, r in records.items() if r["failure"] is not None}
 
 
 def _identity() -> dict[str, str]:

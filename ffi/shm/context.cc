@@ -21,6 +21,24 @@ int32_t RunLength(const Batch& batch, int32_t slot) {
   return end - slot;
 }
 
+// Visits the batch's pages of every buffer, run by run: visit(writer, offset in the writer's slab,
+// place in the dense buffer, nbytes). One addressing for both sides of an exchange.
+template <class Visit>
+void ForEachRun(const Geometry& geometry, uint64_t exchange, const Batch& batch,
+                const std::vector<Dense>& dense, Visit visit) {
+  for (int32_t slot = 0; slot < batch.num_current;) {
+    const int32_t run = RunLength(batch, slot);
+    for (uint32_t b = 0; b < geometry.num_buffers; ++b) {
+      const uint64_t page_nbytes = geometry.page_nbytes[b];
+      visit(static_cast<uint32_t>(batch.writer[slot]),
+            geometry.SlotOffset(exchange, b, static_cast<uint64_t>(slot)),
+            dense[b].data + static_cast<uint64_t>(batch.page[slot]) * page_nbytes,
+            static_cast<uint64_t>(run) * page_nbytes);
+    }
+    slot += run;
+  }
+}
+
 // A gather of more than this leaves nothing in the caches for the attention that follows, so its
 // stores need not fetch the lines that they overwrite.
 constexpr uint64_t kMinStreamedGatherNbytes = 8 << 20;
@@ -114,8 +132,7 @@ ShmContext::Failure ShmContext::Publish(const Batch& batch, const std::vector<De
 
 ShmContext::Failure ShmContext::Barrier() {
   const Call call(*this, Phase::kBarrier);
-  if (peers_ == nullptr) return kClosedText;
-  if (auto failure = Explain(peers_->Poisoned())) return failure;
+  if (auto failure = Unusable()) return failure;
   return Meet(Phase::kBarrier);
 }
 
@@ -148,8 +165,7 @@ ShmContext::Failure ShmContext::Exchange(const Batch& batch, const std::vector<D
 
 ShmContext::Failure ShmContext::Guard(int32_t axis_index) {
   const std::lock_guard lock(mutex_);
-  if (peers_ == nullptr) return kClosedText;
-  if (auto failure = Explain(peers_->Poisoned())) return failure;
+  if (auto failure = Unusable()) return failure;
   if (axis_index >= 0 && static_cast<uint32_t>(axis_index) != rank_) {
     return Fail(Phase::kTicket,
                 "this device has index " + std::to_string(axis_index) +
@@ -168,8 +184,7 @@ ShmContext::Failure ShmContext::Refuse(Phase phase, const std::string& detail) {
 // here once for publish and gather alike, so the copy loops are free of it.
 ShmContext::Failure ShmContext::Check(Phase phase, const Batch& batch,
                                       const std::vector<Dense>& dense) {
-  if (peers_ == nullptr) return kClosedText;
-  if (auto failure = Explain(peers_->Poisoned())) return failure;
+  if (auto failure = Unusable()) return failure;
   if (dense.size() != geometry_.num_buffers) {
     return Fail(phase, "needs " + std::to_string(geometry_.num_buffers) + " dense buffers, got " +
                            std::to_string(dense.size()));
@@ -215,18 +230,10 @@ ShmContext::Failure ShmContext::PublishPages(Phase phase, const Batch& batch,
     return Fail(phase, "published already in this exchange; call barrier before the next publish");
   }
   const Segment& slab = peers_->slab(rank_);
-  for (int32_t slot = 0; slot < batch.num_current;) {
-    const int32_t run = RunLength(batch, slot);
-    if (static_cast<uint32_t>(batch.writer[slot]) == rank_) {
-      for (uint32_t b = 0; b < geometry_.num_buffers; ++b) {
-        const uint64_t page_nbytes = geometry_.page_nbytes[b];
-        StreamCopy(slab.at(geometry_.SlotOffset(exchange, b, static_cast<uint64_t>(slot))),
-                   dense[b].data + static_cast<uint64_t>(batch.page[slot]) * page_nbytes,
-                   static_cast<uint64_t>(run) * page_nbytes);
-      }
-    }
-    slot += run;
-  }
+  ForEachRun(geometry_, exchange, batch, dense,
+             [&](uint32_t writer, uint64_t offset, char* pages, uint64_t nbytes) {
+               if (writer == rank_) StreamCopy(slab.at(offset), pages, nbytes);
+             });
   StreamFence();  // before the barrier's arrive words
   own->published_epoch = exchange;
   own->published_fingerprint = batch.fingerprint;
@@ -249,20 +256,10 @@ ShmContext::Failure ShmContext::Meet(Phase phase) {
 void ShmContext::GatherPages(const Batch& batch, const std::vector<Dense>& dense) {
   const uint64_t exchange = peers_->own()->epoch;
   const auto copy = GatheredNbytes(batch) < kMinStreamedGatherNbytes ? CachedCopy : StreamCopy;
-  for (int32_t slot = 0; slot < batch.num_current;) {
-    const int32_t run = RunLength(batch, slot);
-    const auto writer = static_cast<uint32_t>(batch.writer[slot]);
-    if (writer != rank_) {
-      const Segment& slab = peers_->slab(writer);
-      for (uint32_t b = 0; b < geometry_.num_buffers; ++b) {
-        const uint64_t page_nbytes = geometry_.page_nbytes[b];
-        copy(dense[b].data + static_cast<uint64_t>(batch.page[slot]) * page_nbytes,
-             slab.at(geometry_.SlotOffset(exchange, b, static_cast<uint64_t>(slot))),
-             static_cast<uint64_t>(run) * page_nbytes);
-      }
-    }
-    slot += run;
-  }
+  ForEachRun(geometry_, exchange, batch, dense,
+             [&](uint32_t writer, uint64_t offset, char* pages, uint64_t nbytes) {
+               if (writer != rank_) copy(pages, peers_->slab(writer).at(offset), nbytes);
+             });
   StreamFence();  // before another thread learns that the call has ended
 }
 
@@ -278,6 +275,11 @@ ShmContext::Failure ShmContext::Fail(Phase phase, const std::string& detail) {
   const Cause cause = MakeCause(CauseCode::kFailed, phase, rank_, peers_->own()->epoch + 1, detail);
   peers_->Poison(cause);
   return Explain(peers_->Poisoned().value_or(cause));
+}
+
+ShmContext::Failure ShmContext::Unusable() const {
+  if (peers_ == nullptr) return kClosedText;
+  return Explain(peers_->Poisoned());
 }
 
 ShmContext::Failure ShmContext::Explain(const std::optional<Cause>& cause) const {

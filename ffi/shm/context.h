@@ -80,6 +80,8 @@ class ShmContext {
   // What this rank gathers in an exchange of the batch.
   uint64_t GatheredNbytes(const Batch& batch) const;
   Failure Fail(Phase phase, const std::string& detail);
+  // Closed, or poisoned: what every call looks at first.
+  Failure Unusable() const;
   Failure Explain(const std::optional<Cause>& cause) const;
 
   const Geometry geometry_;

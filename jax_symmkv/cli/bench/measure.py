@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from jax_symmkv.cli.bench.placement import Cores
 from jax_symmkv.cli.bench.programs import Variant
-from jax_symmkv.cli.demo.collect import from_every_process
+from jax_symmkv.cli.collect import from_every_process
 
 # A sample lasts about so long: starting a program, some 100 µs, weighs little then.
 _SAMPLE_S = 0.03

@@ -21,8 +21,8 @@ from jax_symmkv.cli.bench.measure import Meet, measure
 from jax_symmkv.cli.bench.placement import Cores
 from jax_symmkv.cli.bench.programs import Compose, Variant, make_variants
 from jax_symmkv.cli.bench.report import format_nbytes
-from jax_symmkv.cli.demo.collect import from_every_process, make_meeting
-from jax_symmkv.cli.demo.report import Report, claim_stdout
+from jax_symmkv.cli.collect import from_every_process, make_meeting
+from jax_symmkv.cli.console import Console, claim_stdout
 
 
 def main(argv: Sequence[str], compose: Compose = symmkv.compose) -> int:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str], compose: Compose = symmkv.compose) -> int:
     args = parser.parse_args(argv)
     job = options.parse(args)
     claim_stdout()
-    progress = Report(sys.stderr if jax.process_index() == 0 else None)
+    progress = Console(sys.stderr if jax.process_index() == 0 else None)
     mesh = Mesh(np.array(jax.devices()), ("cp",))
     cases = [make_case(nbytes, mesh.size) for nbytes in (0, *job.sizes_nbytes)]
     cores = Cores(jax.process_index(), mesh.size)

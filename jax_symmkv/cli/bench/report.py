@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jax_symmkv.cli.console import plain_table
+
 COLUMNS = (
     "received",
     "pages",
@@ -41,7 +43,7 @@ def show(result: dict[str, Any]) -> None:
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         _print_rich(rows)
     else:
-        print("\n".join(plain_table(rows)))
+        print("\n".join(plain_table((COLUMNS, *rows))))
     print()
     for line in _NOTES:
         print(line)
@@ -72,15 +74,6 @@ def table_row(case: dict[str, Any]) -> tuple[str, ...]:
         f"{us['all_gather'] / compose_us:.1f}x",
         "" if memcpy_us is None else f"{memcpy_us / compose_us:.0%}",
     )
-
-
-def plain_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-
-    def align(cells: Sequence[str]) -> str:
-        return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-
-    return [align(COLUMNS), "  ".join("-" * width for width in widths), *map(align, rows)]
 
 
 def to_json(result: dict[str, Any]) -> str:

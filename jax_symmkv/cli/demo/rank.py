@@ -14,7 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_symmkv as symmkv
-from jax_symmkv.cli.demo import collect, estimate, model, options, report, timing, trace, verify
+from jax_symmkv.cli import collect
+from jax_symmkv.cli.console import claim_stdout
+from jax_symmkv.cli.demo import estimate, model, options, report, timing, trace, verify
 from jax_symmkv.cli.demo.geometry import Geometry
 from jax_symmkv.cli.demo.replay import Replay
 
@@ -25,7 +27,7 @@ def main(argv: Sequence[str], compose: Callable[..., Any] = symmkv.compose) -> i
     Args:
       compose: what the programs call for `symmkv.compose`; tests pass a wrong one.
     """
-    out = report.claim_stdout()
+    out = claim_stdout()
     rank_report = report.Report(out if jax.process_index() == 0 else None)
     parser = argparse.ArgumentParser()
     options.add_arguments(parser)

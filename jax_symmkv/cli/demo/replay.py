@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_symmkv as symmkv
-from jax_symmkv.cli.demo import collect, model, prefill, timing, trace, verify
+from jax_symmkv.cli import collect
+from jax_symmkv.cli.demo import model, prefill, timing, trace, verify
 from jax_symmkv.cli.demo.geometry import Geometry
 from jax_symmkv.cli.demo.inputs import BatchInputs, make_inputs
 from jax_symmkv.cli.demo.prefill import Dense

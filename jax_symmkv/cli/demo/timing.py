@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_symmkv as symmkv
-from jax_symmkv.cli.demo import collect
+from jax_symmkv.cli import collect
 from jax_symmkv.cli.demo.prefill import Compose, Dense
 
 _LOOP_EXCHANGES = 16

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_symmkv as symmkv
-from jax_symmkv.cli.demo import collect, model, reference
+from jax_symmkv.cli import collect
+from jax_symmkv.cli.demo import model, reference
 from jax_symmkv.cli.demo.prefill import Dense
 from jax_symmkv.cli.demo.trace import Batch
 

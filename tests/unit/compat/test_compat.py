@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -12,21 +10,14 @@ import pytest
 
 from jax_symmkv import _core, compat
 from tests import group
+from tests.fresh_python import python
 from tests.registry import register_ci
-from tests.run_rank import ROOT
 
 pytestmark = register_ci(suite="unit", est_s=6)
 
 
-def python(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=60,
-    )
+def check(code: str) -> None:
+    done = python(code)
     assert done.returncode == 0, done.stdout
 
 
@@ -77,7 +68,7 @@ def test_too_new_a_build_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_heap_of_too_new_a_build_is_refused_and_jax_goes_on() -> None:
     """In a process of its own, in which no target is registered yet."""
-    python("""
+    check("""
 import jax, jax.numpy as jnp
 import jax_symmkv as symmkv
 from jax_symmkv import _core
@@ -96,7 +87,7 @@ assert jnp.arange(3).sum() == 3
 
 
 def test_import_touches_no_backend() -> None:
-    python("""
+    check("""
 import jax_symmkv as symmkv
 from jax._src import xla_bridge
 symmkv.build_plan([0], [4], page_size=2, cp_size=2, max_current_pages=2, num_dense_pages=2)

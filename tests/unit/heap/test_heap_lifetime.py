@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_symmkv import HeapError, SymmetricHeap, _core
 from tests import group
+from tests.fresh_python import python
 from tests.reference import MAX_CURRENT_PAGES, NUM_DENSE_PAGES, batches
 from tests.registry import register_ci
 from tests.run_rank import ROOT
@@ -53,18 +52,6 @@ def held() -> list[str]:
             continue
     mapped = [m.split(maxsplit=5)[-1] for m in Path("/proc/self/maps").read_text().splitlines()]
     return [name for name in links + mapped if "/symmkv-" in name]
-
-
-def python(code: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=60,
-        **kwargs,
-    )
 
 
 def test_open_heap_has_memory_but_no_name_and_a_closed_one_nothing() -> None:

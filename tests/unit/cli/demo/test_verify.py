@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jax_symmkv as symmkv
-from jax_symmkv.cli.demo import collect, model, reference, report, verify
+from jax_symmkv.cli import collect
+from jax_symmkv.cli.demo import model, reference, report, verify
 from jax_symmkv.cli.demo.trace import Batch
 from tests.registry import register_ci
 
