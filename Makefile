@@ -2,10 +2,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(shell find ffi -name '*.h' -o -name '*.cc')
-CXX_FILES := $(shell find ffi -name '*.h' -o -name '*.cc')
+SOURCES := pyproject.toml CMakeLists.txt $(shell find ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES := $(shell find ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test bench lint format clean
+# On a GPU machine without a network: builds beside the sources with what its Python has (jax, nanobind,
+# pytest) and cmake and nvcc.
+test-gpu:
+	cmake -S . -B build/gpu -DPython_EXECUTABLE="$$(command -v $(PYTHON))" -DSYMMKV_TEST_CONTROLS=ON \
+	  -DCMAKE_CUDA_ARCHITECTURES=native
+	cmake --build build/gpu --parallel
+	cmake --install build/gpu --prefix .
+	SYMMKV_REQUIRE_GPU=1 $(PYTHON) tests/run_suite.py kernels-1-gpu $(SUITE_FLAGS)
+
+.PHONY: demo test test-gpu bench lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m jax_symmkv demo

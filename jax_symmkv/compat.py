@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import re
 import socket
@@ -146,10 +147,33 @@ def register_targets() -> None:
     Raises:
       ImportError: the running jaxlib can't take them. Nothing is registered then.
     """
-    check_ffi_version(_core.FFI_VERSION, runtime_ffi_version())
-    for platform, targets in _core.registrations().items():
-        for name, capsule in targets.items():
-            jax.ffi.register_ffi_target(name, capsule, platform=platform)
+    modules = [_core] if cuda_module_error() else [_core, cuda_module()]
+    for module in modules:
+        check_ffi_version(module.FFI_VERSION, runtime_ffi_version())
+    for module in modules:
+        for platform, targets in module.registrations().items():
+            for name, capsule in targets.items():
+                jax.ffi.register_ffi_target(name, capsule, platform=platform)
+
+
+@functools.cache
+def cuda_module_error() -> str | None:
+    """Why there is no CUDA transport in this installation, or None; touches no GPU."""
+    try:
+        cuda_module()
+    except ImportError as error:
+        return f"jax_symmkv is installed without its CUDA transport ({error}); install it where nvcc is"
+    return None
+
+
+def cuda_module() -> Any:
+    """The extension module `_cuda`; ImportError where it was built without nvcc."""
+    return importlib.import_module("jax_symmkv._cuda")
+
+
+def handler_device(device: jax.Device) -> int:
+    """What XLA's DeviceOrdinal says of a device to the handlers of its platform."""
+    return int(device.id if device.platform == "cpu" else device.local_hardware_id)
 
 
 # --- shard_map: which axes are manual, and what varies over them ---------------------------------

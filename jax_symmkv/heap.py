@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import secrets
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -20,12 +19,14 @@ import numpy as np
 
 from jax_symmkv import _core, compat
 from jax_symmkv.errors import HeapError, PeerError
-from jax_symmkv.rendezvous import Rendezvous, failures
+from jax_symmkv.mapping import Context, CreateContext, map_slabs
+from jax_symmkv.rendezvous import Rendezvous
 from jax_symmkv.sizing import Page, Sizing, size_heap
 
 _log = logging.getLogger("jax_symmkv")
 
-_TRANSPORTS = ("auto", "shm", "collective")
+_TRANSPORTS = ("auto", "shm", "cuda-ipc", "cuda-p2p", "collective")
+_MEMORY = {True: "shared memory", False: "the peers' GPU memory"}
 # A wait polls this long before it sleeps, where every rank of the host has a core of its own.
 _SPIN_US = 100
 # Years: as good as no limit, and far from where clocks and counters overflow.
@@ -53,7 +54,8 @@ class SymmetricHeap:
       max_current_pages: slots, the most current pages of a batch (`current_page_cap`). `SYMMKV_HEAP_MB`
         can lower it; the agreed value is the attribute of this name.
       max_prefix_pages: further slots, reserved for prefix pages; calls exchange current pages alone.
-      transport: "auto", or one of "shm" and "collective" to accept nothing else. "auto" falls back to
+      transport: "auto", or "shm" (CPUs), "cuda-ipc" (GPUs of several processes), "cuda-p2p" (GPUs of
+        one) or "collective" to accept nothing else. "auto" falls back to
         "collective" with one logged line. `SYMMKV_TRANSPORT` overrides it.
       timeout_s: how long a rank waits for the others, in creation and in every exchange.
         `SYMMKV_TIMEOUT_S` overrides it.
@@ -87,7 +89,8 @@ class SymmetricHeap:
         self.axis_name = axis_name
         self.cp_size = int(groups.shape[1])
         self._closed = False
-        self._contexts: dict[int, _core.ShmContext] = {}  # by jax device id
+        self._contexts: dict[int, Context] = {}  # by jax device id
+        self._handler_devices = {d.id: compat.handler_device(d) for d in mesh.local_devices}
         name = _rendezvous_name(mesh, axis_name)
         processes = [d.process_index for d in groups.flat]
         # What can fail on one process alone does so in the rendezvous, where the others learn of it.
@@ -103,7 +106,7 @@ class SymmetricHeap:
             self.max_prefix_pages = sizing.max_prefix_pages
             self.heap_id = _heap_id(name, sizing)
             self.transport = self._agree_transport(rendezvous, groups, sizing, wanted)
-        self.nbytes = 0 if self.transport == "collective" else sizing.slab_nbytes(self.cp_size)
+        self.nbytes = max((c.nbytes for c in self._contexts.values()), default=0)
         if self.max_current_pages < sizing.requested_current_pages:
             _log.warning(
                 "SymmetricHeap: SYMMKV_HEAP_MB bounds the heap to %d current pages of %d; raise it if a "
@@ -112,7 +115,7 @@ class SymmetricHeap:
                 sizing.requested_current_pages,
             )
         for device, context in self._contexts.items():
-            context.register(self.heap_id, device)
+            context.register(self.heap_id, self._handler_devices[device])
         if not _open_heaps:
             # After jax's own handlers, so it runs before them.
             atexit.unregister(_close_at_exit)
@@ -160,7 +163,11 @@ class SymmetricHeap:
         self._closed = True
         _open_heaps.pop(self.heap_id, None)
         for device, context in self._contexts.items():
-            _core.unregister(self.heap_id, device)
+            context.unregister(self.heap_id, self._handler_devices[device])
+        # In two steps, since ranks of one process may be peers.
+        for context in self._contexts.values():
+            context.leave()
+        for context in self._contexts.values():
             context.close()
 
     def __enter__(self) -> SymmetricHeap:
@@ -196,6 +203,8 @@ class SymmetricHeap:
     def _undo(self) -> None:
         """Undoes a creation that came to nothing."""
         for context in self._contexts.values():
+            context.leave()
+        for context in self._contexts.values():
             context.close()
         self._contexts.clear()
         _core.sweep_stale_segments()  # of a process that died in the middle
@@ -205,13 +214,17 @@ class SymmetricHeap:
     ) -> str:
         if wanted == "collective":
             return wanted
-        failed = self._map_shm(rendezvous, groups, sizing)
+        crowded = groups.size > len(os.sched_getaffinity(0))
+        create = self._create_context(sizing, crowded)
+        failed = map_slabs(rendezvous, groups, create, self._contexts)
         if not failed:
-            return "shm"
+            return _mapped_transport(groups)
         self._undo()
         process, why = min(failed.items())
-        text = f"shared memory can't be used: process {process}: {why}"
-        if wanted == "shm":
+        text = (
+            f"{_MEMORY[groups.flat[0].platform == 'cpu']} can't be used: process {process}: {why}"
+        )
+        if wanted != "auto":
             raise HeapError(
                 f"SymmetricHeap: {text}; transport='auto' would fall back to collectives"
             )
@@ -219,69 +232,27 @@ class SymmetricHeap:
             _log.warning("SymmetricHeap: %s; falling back to collectives", text)
         return "collective"
 
-    def _map_shm(
-        self, rendezvous: Rendezvous, groups: np.ndarray, sizing: Sizing
-    ) -> dict[int, str]:
-        """Creates this process's slabs and maps the peers'. Agreement by doing: see Rendezvous.agree.
+    def _create_context(self, sizing: Sizing, crowded: bool) -> CreateContext:
+        """How this process makes its end of the transport for one of its devices."""
 
-        Returns the failures by process, the same on every process; empty when all could.
-        """
-        me = jax.process_index()
-        hosts = rendezvous.hosts
-        first = min(hosts)
-        strangers = [p for p, host in hosts.items() if host != hosts[first]]
-        if strangers:
-            return {p: f"not on the host of process {first}" for p in strangers}
-        crowded = groups.size > len(os.sched_getaffinity(0))
+        def create(rank: int, device: jax.Device, nonce: int) -> Context:
+            shared: dict[str, Any] = {
+                "rank": rank,
+                "cp_size": self.cp_size,
+                "num_slots": sizing.num_slots,
+                "page_nbytes": sizing.page_nbytes,
+                "nonce": nonce,
+                "first_epoch": _FIRST_EPOCH,
+                "timeout_ms": max(1, int(self.timeout_s * 1000)),
+            }
+            if device.platform == "cpu":
+                return _core.ShmContext(**shared, spin_us=0 if crowded else _SPIN_US)
+            context: Context = compat.cuda_module().CudaContext(
+                **shared, device=device.local_hardware_id, max_blocks=0
+            )
+            return context
 
-        segments: dict[str, Any] = {}
-        failure = None
-        try:
-            _core.sweep_stale_segments()
-            for group in groups:
-                for rank, device in enumerate(group):
-                    if device.process_index != me:
-                        continue
-                    nonce = secrets.randbits(64)
-                    context = self._contexts[device.id] = _core.ShmContext(
-                        rank=rank,
-                        cp_size=self.cp_size,
-                        num_slots=sizing.num_slots,
-                        page_nbytes=sizing.page_nbytes,
-                        nonce=nonce,
-                        first_epoch=_FIRST_EPOCH,
-                        timeout_ms=max(1, int(self.timeout_s * 1000)),
-                        spin_us=0 if crowded else _SPIN_US,
-                    )
-                    segments[str(device.id)] = [context.segment_name, nonce]
-        except RuntimeError as error:
-            failure = str(error)
-        records = rendezvous.exchange({"failure": failure, "segments": segments})
-        if failed := failures(records):
-            return failed
-
-        every: dict[str, tuple[str, int]] = {}
-        for record in records.values():
-            every.update(record["segments"])
-        try:
-            for group in groups:
-                names, nonces = zip(*(every[str(d.id)] for d in group), strict=True)
-                for device in group:
-                    if device.process_index == me:
-                        self._contexts[device.id].map(names, nonces)
-        except RuntimeError as error:
-            failure = str(error)
-        if failed := rendezvous.agree(failure):
-            return failed
-
-        # Everybody has mapped, so the names have served; a process killed from here on leaves nothing.
-        try:
-            for context in self._contexts.values():
-                context.unlink()
-                context.verify_greetings()
-        except RuntimeError as error:
-            failure = str(error)
-        return rendezvous.agree(failure)
+        return create
 
 
 def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
@@ -305,22 +276,36 @@ def _groups(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
     return groups
 
 
+def _mapped_transport(groups: np.ndarray) -> str:
+    """The transport that these devices have if they can map each other's memory."""
+    if groups.flat[0].platform == "cpu":
+        return "shm"
+    crosses = any(d.process_index != group[0].process_index for group in groups for d in group)
+    return "cuda-ipc" if crosses else "cuda-p2p"
+
+
 def _transport(transport: str, groups: np.ndarray) -> str:
+    """What is wanted, once it is known to be possible: "auto", a mapped transport, or "collective"."""
     wanted = os.environ.get("SYMMKV_TRANSPORT", transport)
     platform = groups.flat[0].platform
     if wanted not in _TRANSPORTS:
         raise HeapError(f"SymmetricHeap: transport must be one of {_TRANSPORTS}, got {wanted!r}")
-    if platform != "cpu" and wanted == "shm":
-        raise HeapError(
-            f"SymmetricHeap: transport 'shm' is for platform cpu, the mesh is {platform}"
-        )
-    if groups.shape[1] > _core.MAX_RANKS and wanted == "shm":
-        raise HeapError(
-            f"SymmetricHeap: transport 'shm' takes {_core.MAX_RANKS} ranks a group, "
-            f"the axis has {groups.shape[1]}"
-        )
-    mappable = platform == "cpu" and groups.shape[1] <= _core.MAX_RANKS
-    return wanted if mappable else "collective"
+    if wanted == "collective":
+        return wanted
+    mapped = _mapped_transport(groups) if platform in ("cpu", "gpu") else None
+    why = None
+    if mapped is None or wanted not in ("auto", mapped):
+        why = f"the devices of the mesh, {platform}, have {mapped or 'none'}"
+    elif groups.shape[1] > _core.MAX_RANKS:
+        why = f"a mapped transport takes {_core.MAX_RANKS} ranks a group, the axis has {groups.shape[1]}"
+    elif platform == "gpu" and compat.cuda_module_error() is not None:
+        why = f"{compat.cuda_module_error()}"
+    if why is None:
+        return wanted
+    if wanted != "auto":
+        raise HeapError(f"SymmetricHeap: transport {wanted!r} can't be had: {why}")
+    _log.warning("SymmetricHeap: %s; falling back to collectives", why)
+    return "collective"
 
 
 def _rendezvous_name(mesh: jax.sharding.Mesh, axis_name: str) -> str:

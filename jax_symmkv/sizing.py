@@ -38,9 +38,6 @@ class Sizing:
     def num_slots(self) -> int:
         return self.max_current_pages + self.max_prefix_pages
 
-    def slab_nbytes(self, cp_size: int) -> int:
-        return _core.slab_nbytes(cp_size, self.num_slots, self.page_nbytes)
-
     def with_slots(self, max_current_pages: int) -> Sizing:
         return dataclasses.replace(self, max_current_pages=max_current_pages)
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "ffi/cause.h"
+#include "ffi/fault.h"
 #include "ffi/shm/stream_copy.h"
 
 namespace symmkv {
@@ -82,18 +83,19 @@ ShmContext::ShmContext(const Geometry& geometry, uint32_t rank, uint64_t nonce,
   }
 }
 
-const std::string& ShmContext::segment_name() const { return created_.name(); }
+const std::string& ShmContext::address() const { return created_.name(); }
 
-void ShmContext::Map(const std::vector<std::string>& names, const std::vector<uint64_t>& nonces) {
+void ShmContext::Map(const std::vector<std::string>& addresses,
+                     const std::vector<uint64_t>& nonces) {
   const std::lock_guard lock(mutex_);
   std::vector<Segment> slabs(geometry_.cp_size);
   for (uint32_t peer = 0; peer < geometry_.cp_size; ++peer) {
     if (peer == rank_) continue;
-    slabs[peer] = Segment::Open(names.at(peer), geometry_.SlabNbytes());
+    slabs[peer] = Segment::Open(addresses.at(peer), geometry_.SlabNbytes());
     const SlabHeader* const header = slabs[peer].header();
     if (header->magic != kMagic || header->layout_version != kLayoutVersion ||
         header->rank != peer || header->nonce != nonces.at(peer)) {
-      throw std::runtime_error("shared memory " + names[peer] + " is not the slab of rank " +
+      throw std::runtime_error("shared memory " + addresses[peer] + " is not the slab of rank " +
                                std::to_string(peer));
     }
     slabs[peer].mailbox(rank_)->greeting = header->nonce;
@@ -143,12 +145,10 @@ ShmContext::Failure ShmContext::Gather(const Batch& batch, const std::vector<Den
   // Epoch 0: nobody has published yet.
   if (own.published_epoch != own.epoch || own.epoch == 0) {
     return Fail(Phase::kGather,
-                own.published_epoch > own.epoch
-                    ? "no barrier since publish; call barrier between publish and gather"
-                    : "no publish in this exchange; call publish, barrier, gather in this order");
+                own.published_epoch > own.epoch ? FaultCode::kNotMet : FaultCode::kNotPublished);
   }
   if (own.published_fingerprint != batch.fingerprint) {
-    return Fail(Phase::kGather, "another plan than publish's; pass both the same plan");
+    return Fail(Phase::kGather, FaultCode::kOtherPlan);
   }
   GatherPages(batch, dense);
   return std::nullopt;
@@ -167,9 +167,7 @@ ShmContext::Failure ShmContext::Guard(int32_t axis_index) {
   const std::lock_guard lock(mutex_);
   if (auto failure = Unusable()) return failure;
   if (axis_index >= 0 && static_cast<uint32_t>(axis_index) != rank_) {
-    return Fail(Phase::kTicket,
-                "this device has index " + std::to_string(axis_index) +
-                    " in the program's mesh; use the mesh that the heap was created with");
+    return Fail(Phase::kTicket, FaultCode::kWrongIndex, 0, axis_index);
   }
   return std::nullopt;
 }
@@ -200,21 +198,17 @@ ShmContext::Failure ShmContext::Check(Phase phase, const Batch& batch,
   }
   if (batch.num_current < 0 || batch.num_current > batch.capacity ||
       static_cast<uint64_t>(batch.num_current) > geometry_.num_slots) {
-    return Fail(phase, "the plan has " + std::to_string(batch.num_current) +
-                           " current pages, its arrays hold " + std::to_string(batch.capacity) +
-                           " and the heap " + std::to_string(geometry_.num_slots));
+    return Fail(phase, FaultCode::kBadCount, 0, batch.num_current,
+                std::min(batch.capacity, static_cast<int64_t>(geometry_.num_slots)));
   }
   for (int32_t slot = 0; slot < batch.num_current; ++slot) {
     const int32_t page = batch.page[slot];
     const int32_t writer = batch.writer[slot];
     if (page < 0 || static_cast<uint64_t>(page) >= num_dense_pages) {
-      return Fail(phase, "slot " + std::to_string(slot) + " has dense page " +
-                             std::to_string(page) + ", must be below " +
-                             std::to_string(num_dense_pages));
+      return Fail(phase, FaultCode::kBadPage, slot, page, static_cast<int64_t>(num_dense_pages));
     }
     if (writer < 0 || static_cast<uint32_t>(writer) >= geometry_.cp_size) {
-      return Fail(phase, "slot " + std::to_string(slot) + " has writer " + std::to_string(writer) +
-                             ", must be below " + std::to_string(geometry_.cp_size));
+      return Fail(phase, FaultCode::kBadWriter, slot, writer, geometry_.cp_size);
     }
   }
   return std::nullopt;
@@ -227,7 +221,7 @@ ShmContext::Failure ShmContext::PublishPages(Phase phase, const Batch& batch,
   SlabHeader* const own = peers_->own();
   const uint64_t exchange = own->epoch + 1;
   if (own->published_epoch == exchange) {
-    return Fail(phase, "published already in this exchange; call barrier before the next publish");
+    return Fail(phase, FaultCode::kPublishedTwice);
   }
   const Segment& slab = peers_->slab(rank_);
   ForEachRun(geometry_, exchange, batch, dense,
@@ -277,6 +271,11 @@ ShmContext::Failure ShmContext::Fail(Phase phase, const std::string& detail) {
   return Explain(peers_->Poisoned().value_or(cause));
 }
 
+ShmContext::Failure ShmContext::Fail(Phase phase, FaultCode code, int32_t slot, int64_t value,
+                                     int64_t bound) {
+  return Fail(phase, FaultText(Fault{code, phase, rank_, slot, value, bound, 0, 0}));
+}
+
 ShmContext::Failure ShmContext::Unusable() const {
   if (peers_ == nullptr) return kClosedText;
   return Explain(peers_->Poisoned());
@@ -287,14 +286,19 @@ ShmContext::Failure ShmContext::Explain(const std::optional<Cause>& cause) const
   return CauseText(*cause, geometry_.cp_size);
 }
 
-void ShmContext::Close() {
+void ShmContext::Leave() {
   const std::lock_guard lock(mutex_);
-  created_.Release();
   if (peers_ == nullptr) return;
   // Release: a peer that sees it also sees the last arrive word of this rank.
   __atomic_store_n(&peers_->own()->closed, 1, __ATOMIC_RELEASE);
   // The memory itself lives until the last rank has unmapped it, so peers may go on reading.
   peers_.reset();
+}
+
+void ShmContext::Close() {
+  Leave();
+  const std::lock_guard lock(mutex_);
+  created_.Release();
 }
 
 void ShmContext::Abandon() {

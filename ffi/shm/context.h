@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "ffi/fault.h"
 #include "ffi/layout.h"
 #include "ffi/shm/peers.h"
 #include "ffi/shm/segment.h"
@@ -39,9 +40,11 @@ class ShmContext {
              WaitLimits limits);
 
   // --- agreement by doing, in this order, the ranks in step (jax_symmkv/heap.py) ---
-  const std::string& segment_name() const;
+  // What peers need to map it: the name of its segment.
+  const std::string& address() const;
+  uint64_t nbytes() const { return geometry_.SlabNbytes(); }
   // Maps every peer's slab, checks its nonce through the mapping and writes it back.
-  void Map(const std::vector<std::string>& names, const std::vector<uint64_t>& nonces);
+  void Map(const std::vector<std::string>& addresses, const std::vector<uint64_t>& nonces);
   // Every peer has written this rank's nonce back.
   void VerifyGreetings() const;
   void Unlink();
@@ -57,7 +60,9 @@ class ShmContext {
   // A call that could not even be started (an operand of the wrong kind): peers learn of it.
   Failure Refuse(Phase phase, const std::string& detail);
 
-  // Waits for the call in progress, tells the peers, lets go. Idempotent.
+  // Waits for the call in progress and tells the peers. Idempotent, as Close is.
+  void Leave();
+  // Leaves, and lets go of the memory; the peers may go on reading it.
   void Close();
   // In a forked child: lets go without a word to the peers, who still have the parent. Takes no
   // lock, since the thread that holds it may not exist here.
@@ -80,6 +85,7 @@ class ShmContext {
   // What this rank gathers in an exchange of the batch.
   uint64_t GatheredNbytes(const Batch& batch) const;
   Failure Fail(Phase phase, const std::string& detail);
+  Failure Fail(Phase phase, FaultCode code, int32_t slot = 0, int64_t value = 0, int64_t bound = 0);
   // Closed, or poisoned: what every call looks at first.
   Failure Unusable() const;
   Failure Explain(const std::optional<Cause>& cause) const;
@@ -89,7 +95,7 @@ class ShmContext {
   const WaitLimits limits_;
   mutable std::mutex mutex_;
   Segment created_;               // until Map hands it to peers_
-  std::unique_ptr<Peers> peers_;  // null before Map and after Close
+  std::unique_ptr<Peers> peers_;  // null before Map and after Leave
 };
 
 }  // namespace symmkv

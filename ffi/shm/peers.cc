@@ -7,10 +7,10 @@
 #include <unistd.h>
 
 #include <climits>
-#include <cstdio>
 #include <utility>
 
 #include "ffi/cause.h"
+#include "ffi/fault.h"
 
 namespace symmkv {
 namespace {
@@ -101,12 +101,10 @@ Peers::Sight Peers::Look(uint64_t epoch, uint16_t fingerprint, Phase phase, Caus
     if (EpochOf(word) < epoch) {
       sight = Sight::kWaiting;
     } else if (EpochOf(word) == epoch && FingerprintOf(word) != fingerprint) {
-      char detail[sizeof cause->detail];
-      std::snprintf(detail, sizeof detail,
-                    "its batch differs from rank %u's (plan fingerprints %04x and %04x, 0 for a "
-                    "barrier without a plan); build the plan from the same lengths on every rank",
-                    rank_, FingerprintOf(word), fingerprint);
-      *cause = MakeCause(CauseCode::kDisagree, phase, source, epoch, detail);
+      Fault fault = MakeFault(FaultCode::kDisagree, phase, source, epoch);
+      fault.value = FingerprintOf(word);
+      fault.bound = fingerprint;
+      *cause = MakeCause(fault, 0);
       return Sight::kFailed;
     }
   }

@@ -107,7 +107,7 @@ def check_bad_plans() -> None:
 
 _PAGE = f"rank 1: slot 0 has dense page {{}}, must be below {NUM_DENSE_PAGES}"
 _WRITER = "rank 1: slot 0 has writer {}, must be below 3"
-_COUNT = f"rank 1: the plan has {{}} current pages, its arrays hold {NUM_SLOTS}"
+_COUNT = f"rank 1: the plan has {{}} current pages, its arrays and the heap hold {NUM_SLOTS}"
 BAD_PLANS = {
     "page -1": ("current_page", 0, -1, _PAGE.format(-1)),
     "page beyond the buffer": ("current_page", 0, NUM_DENSE_PAGES, _PAGE.format(NUM_DENSE_PAGES)),
@@ -132,7 +132,7 @@ def check_disagreement() -> None:
                 return end.compose(*end.batch(1), end.new_ticket())
 
             call = (lambda end=end, odd=odd_one: odd(end)) if end.rank == 2 else even_one
-            error = end.assert_poisoned(call, "its batch differs from rank")
+            error = end.assert_poisoned(call, "its batch differs from another rank")
             assert "build the plan from the same lengths on every rank" in str(error)
             assert error.epoch == 1
             assert len(set(share(name, str(error), range(end.cp_size)))) == 1

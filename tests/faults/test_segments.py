@@ -20,7 +20,7 @@ OWNER = """
 import signal
 from tests.faults.test_segments import create
 context = create()
-print(context.segment_name, flush=True)
+print(context.address, flush=True)
 signal.pause()
 """
 SWEEPER = """
@@ -64,7 +64,7 @@ def python(program: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_the_segment_of_a_killed_owner_is_swept_and_that_of_a_living_one_not() -> None:
     with python(OWNER) as (owner, name):
         own = create()
-        own_name = own.segment_name
+        own_name = own.address
         for _ in range(2):
             assert _core.sweep_stale_segments() == 0
         assert path_of(name).exists()
@@ -83,5 +83,5 @@ def test_a_sweep_never_takes_a_segment_that_is_being_created() -> None:
     with python(SWEEPER):
         for _ in range(5000):
             context = create()
-            assert path_of(context.segment_name).exists()
+            assert path_of(context.address).exists()
             context.close()

@@ -142,7 +142,7 @@ def test_name_left_by_a_kill_in_the_middle_of_creation_is_swept_by_the_next() ->
 from jax_symmkv import _core
 context = _core.ShmContext(rank=0, cp_size=2, num_slots=1, page_nbytes=[16], nonce=1,
                            first_epoch=0, timeout_ms=1000, spin_us=0)
-print(context.segment_name)
+print(context.address)
 import os; os.kill(os.getpid(), {signal.SIGKILL:d})
 """
     ended = python(code, env={**os.environ, "PYTHONUNBUFFERED": "1"})
