@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -259,3 +261,26 @@ def test_misuse() -> None:
                 getattr(group.streams[0], call)(group.contexts[0], group.operands[0])
             group.synchronize()
             assert message in group.await_poison(0)[0]
+
+
+@pytest.mark.parametrize("name", ["_cuda", "_cuda_one_half"])
+def test_two_halves_are_needed(name: str) -> None:
+    """A rank publishes its next pages while a slow peer still gathers; with one half the peer sees them."""
+    module = importlib.import_module(f"jax_symmkv.{name}")
+    rng = np.random.default_rng(11)
+    with Group(2, 8, [73728], 8, module=module) as group:
+        plan = a_plan(group, 8, rng)
+        _, after = fill(group, plan, rng)
+        calls = list(zip(group.streams, group.contexts, group.operands, strict=True))
+        for stream, context, operands in calls:
+            stream.publish(context, operands)
+            stream.barrier(context)
+        (fast, fast_context, fast_operands), (slow, slow_context, slow_operands) = calls
+        slow.delay(200_000)
+        slow.gather(slow_context, slow_operands)
+        fast.synchronize()
+        group.write(0, [rng.integers(0, 256, (8, 73728), np.uint8)])
+        fast.publish(fast_context, fast_operands)
+        group.synchronize()
+        is_right = bool((group.read(1)[0] == after[1][0]).all())
+        assert is_right == (name == "_cuda")
