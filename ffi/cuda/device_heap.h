@@ -17,7 +17,7 @@ constexpr uint32_t kMaxPieces = 64;
 constexpr uint64_t kMinPieceNbytes = 512;
 
 // Up to so many bytes, of all ranks together, an exchange goes by packets that carry their flag.
-constexpr uint64_t kMaxPacketedNbytes = 512 << 10;
+constexpr uint64_t kMaxPacketedNbytes = 1 << 20;
 
 // 8 bytes of a page and, with each half of them, a flag; see PacketFlags.
 struct alignas(16) Packet {

@@ -13,8 +13,6 @@ from tests.registry import register_ci
 
 pytestmark = register_ci(suite="kernels-1-gpu", est_s=90)
 
-# Of all ranks together; below and above what travels in packets (kMaxPacketedNbytes).
-PACKETED_NBYTES = 512 << 10
 LOST = 0xFF
 
 
@@ -41,11 +39,10 @@ def a_plan(
 
 def check_call(group: Group, plan: ComposePlan, call: str, rng: np.random.Generator) -> None:
     """One exchange of fresh random bytes; every byte of every rank's buffers and guards."""
-    before, after = fill(group, plan, rng)
+    _, after = fill(group, plan, rng)
     CALLS[call](group)
     group.synchronize()
     assert_composed(group, after, call)
-    del before
 
 
 def fill(group, plan, rng):
@@ -66,6 +63,8 @@ def fill(group, plan, rng):
 
 
 def assert_composed(group, after, what):
+    poisoned = [cause for context in group.contexts if (cause := context.poisoned())]
+    assert not poisoned, f"{what}: {poisoned}"
     for rank in range(group.cp_size):
         for b, (got, want) in enumerate(zip(group.read(rank), after[rank], strict=True)):
             wrong = np.flatnonzero((got != want).any(axis=1))
