@@ -5,6 +5,14 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 CXX_FILES := $(shell find ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
+.PHONY: demo test test-gpu bench lint format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m jax_symmkv demo
+
+test: $(VENV)/.installed
+	$(BIN)/python tests/run_suite.py unit distributed faults $(SUITE_FLAGS)
+
 # On a GPU machine without a network: builds beside the sources with what its Python has (jax, nanobind,
 # pytest) and cmake and nvcc.
 test-gpu:
@@ -13,14 +21,6 @@ test-gpu:
 	cmake --build build/gpu --parallel
 	cmake --install build/gpu --prefix .
 	SYMMKV_REQUIRE_GPU=1 $(PYTHON) tests/run_suite.py kernels-1-gpu $(SUITE_FLAGS)
-
-.PHONY: demo test test-gpu bench lint format clean
-
-demo: $(VENV)/.installed
-	$(BIN)/python -m jax_symmkv demo
-
-test: $(VENV)/.installed
-	$(BIN)/python tests/run_suite.py unit distributed faults $(SUITE_FLAGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m jax_symmkv bench

@@ -133,7 +133,7 @@ def check_disagreement() -> None:
 
             call = (lambda end=end, odd=odd_one: odd(end)) if end.rank == 2 else even_one
             error = end.assert_poisoned(call, "its batch differs from another rank")
-            assert "build the plan from the same lengths on every rank" in str(error)
+            assert "make the same calls with the same plan on every rank" in str(error)
             assert error.epoch == 1
             assert len(set(share(name, str(error), range(end.cp_size)))) == 1
 
