@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.kernels.streams import require_gpu
 from tests.registry import register_ci
 from tests.run_rank import run_ranks_of
 
@@ -27,16 +28,7 @@ COMMAND_BUFFERS = {
 
 @pytest.fixture(autouse=True)
 def gpu() -> None:
-    """Skips without a GPU, or fails with SYMMKV_REQUIRE_GPU=1."""
-    from jax_symmkv import compat
-
-    why = compat.cuda_module_error()
-    if why is None and compat.cuda_module().device_count() == 0:
-        why = "no GPU"
-    if why is not None and os.environ.get("SYMMKV_REQUIRE_GPU") == "1":
-        pytest.fail(why)
-    if why is not None:
-        pytest.skip(why)
+    require_gpu()
 
 
 # --- on the ranks --------------------------------------------------------------------------------
