@@ -129,15 +129,19 @@ def main() -> None:
     for row in rows:
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
     if args.json is not None:
-        result = {
-            "command": "python bench/kernels.py",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "python": platform.python_version(),
-            "jax": importlib.metadata.version("jax"),
-            "replays": REPLAYS,
-            "rows": rows,
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.json, "python bench/kernels.py", rows, replays=REPLAYS)
+
+
+def write_json(path: Path, command: str, rows: list[dict[str, object]], **settings: object) -> None:
+    result = {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "jax": importlib.metadata.version("jax"),
+        **settings,
+        "rows": rows,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ class SymmetricHeap:
     ) -> str:
         if wanted == "collective":
             return wanted
-        crowded = groups.size > len(os.sched_getaffinity(0))
+        crowded = groups.size > rendezvous.num_cores
         create = self._create_context(sizing, crowded)
         failed = map_slabs(rendezvous, groups, create, self._contexts)
         if not failed:

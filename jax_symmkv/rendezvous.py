@@ -43,7 +43,7 @@ class Rendezvous:
         self._name = name
         self._processes = sorted(set(processes))
         self._me = jax.process_index()
-        self._identities: dict[int, dict[str, str]] = {}
+        self._identities: dict[int, dict[str, Any]] = {}
         self._round = 0
         self._client = compat.coordination_client()
         if self._client is None and len(self._processes) > 1:
@@ -67,6 +67,14 @@ class Rendezvous:
     def hosts(self) -> dict[int, str]:
         """What names each process's host, by process index; complete after the first round."""
         return {process: i["boot_id"] for process, i in self._identities.items()}
+
+    @property
+    def num_cores(self) -> int:
+        """Cores that the processes, all of one host, may run on; known after the first round.
+
+        A process that is bound to a core of its own, as under Slurm, sees only that one by itself.
+        """
+        return len(set().union(*(i["cores"] for i in self._identities.values())))
 
     def exchange(self, record: Mapping[str, Any]) -> dict[int, _Record]:
         """Posts `record` (JSON types) and returns every process's, by process index.
@@ -142,17 +150,18 @@ def failures(records: Mapping[int, _Record]) -> dict[int, str]:
     return {p: r["failure"] for p, r in records.items() if r["failure"] is not None}
 
 
-def _identity() -> dict[str, str]:
-    """Names this process among all that this host and others ever run."""
+def _identity() -> dict[str, Any]:
+    """Names this process among all that this host and others ever run, and says where it may run."""
     return {
         "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "pid_namespace": os.readlink("/proc/self/ns/pid"),
         "pid": str(os.getpid()),
         "started": _stat(str(os.getpid()))[1],
+        "cores": sorted(os.sched_getaffinity(0)),
     }
 
 
-def _is_dead(identity: Mapping[str, str] | None, own: Mapping[str, str]) -> bool:
+def _is_dead(identity: Mapping[str, Any] | None, own: Mapping[str, Any]) -> bool:
     """True if this process can see that the other has ended."""
     if identity is None or any(identity[k] != own[k] for k in ("boot_id", "pid_namespace")):
         return False

@@ -5,20 +5,18 @@
 namespace symmkv {
 namespace {
 
-//   writer    thread r of rank s stores arrive word s of rank r's slab, with release: everything
-//   that
-//             earlier kernels of the stream published comes before it
-//   reader    thread r then polls arrive word r of the own slab, with acquire
-//   reuse     epochs only grow and no word is ever reset, so a late reader can't miss one
+//   writer  Thread r of rank s stores arrive word s of rank r's slab, with release: everything that
+//           earlier kernels of the stream published comes before it.
+//   reader  Thread r then polls arrive word r of the own slab, with acquire.
+//   reuse   Epochs only grow and no word is ever reset, so a late reader can't miss one.
 __global__ void __launch_bounds__(kMaxRanks)
     BarrierKernel(const __grid_constant__ DeviceHeap heap) {
-  // Loads that don't depend on each other: one latency for all.
-  const volatile HeapState* const state = heap.state;
-  const uint32_t status = state->status, published_fingerprint = state->published_fingerprint;
-  const uint64_t exchange = state->epoch + 1, published_epoch = state->published_epoch;
-  if (status != kOpen) return;
-  const uint16_t fingerprint =
-      published_epoch == exchange ? FoldFingerprint(published_fingerprint) : uint16_t{0};
+  const HeapState state = LoadState(heap);
+  if (state.status != kOpen) return;
+  const uint64_t exchange = state.epoch + 1;
+  const uint16_t fingerprint = state.published_epoch == exchange
+                                   ? FoldFingerprint(state.published_fingerprint)
+                                   : uint16_t{0};
   Arrive(heap, exchange, fingerprint);
   AwaitArrivals(heap, exchange, fingerprint, Phase::kBarrier);
   __syncthreads();  // every thread has read the epoch

@@ -17,15 +17,11 @@ struct Turn {
 
 // By one thread. The loads are independent of each other: one latency for all.
 __device__ inline Turn ReadTurn(const DeviceHeap& heap, const DeviceBatch& batch) {
-  const volatile HeapState* const state = heap.state;
-  Turn turn;
-  turn.status = state->status;
-  turn.epoch = state->epoch;
-  turn.published_epoch = state->published_epoch;
-  turn.published_fingerprint = state->published_fingerprint;
-  turn.num_current = *batch.num_current;
-  turn.fingerprint = *batch.fingerprint;
-  return turn;
+  const HeapState state = LoadState(heap);
+  const int32_t num_current = *batch.num_current;
+  const uint32_t fingerprint = *batch.fingerprint;
+  return Turn{state.status, num_current,          fingerprint, state.published_fingerprint,
+              state.epoch,  state.published_epoch};
 }
 
 // By one thread: a count that the plan's arrays or the heap can't hold poisons the heap.
@@ -47,10 +43,14 @@ struct Slot {
   int32_t writer;  // -1: out of bounds, to be left alone
 };
 
+// A slot as the plan has it, for CheckSlot: its load may be in flight while others are.
+__device__ inline Slot LoadSlot(const DeviceBatch& batch, int64_t index) {
+  return index < batch.capacity ? Slot{batch.page[index], batch.writer[index]} : Slot{0, -1};
+}
+
 // A slot whose page and writer are in bounds; one that isn't poisons the heap.
-__device__ inline Slot ReadSlot(const DeviceHeap& heap, const DeviceBatch& batch, Phase phase,
-                                uint64_t epoch, int32_t index) {
-  Slot slot{batch.page[index], batch.writer[index]};
+__device__ inline Slot CheckSlot(const DeviceHeap& heap, const DeviceBatch& batch, Phase phase,
+                                 uint64_t epoch, int32_t index, const Slot& slot) {
   const bool page_fits = slot.page >= 0 && slot.page < batch.num_dense_pages;
   const int32_t cp_size = static_cast<int32_t>(heap.layout.geometry.cp_size);
   const bool writer_fits = slot.writer >= 0 && slot.writer < cp_size;
@@ -62,6 +62,11 @@ __device__ inline Slot ReadSlot(const DeviceHeap& heap, const DeviceBatch& batch
   fault.bound = page_fits ? cp_size : batch.num_dense_pages;
   Fail(heap, fault);
   return Slot{0, -1};
+}
+
+__device__ inline Slot ReadSlot(const DeviceHeap& heap, const DeviceBatch& batch, Phase phase,
+                                uint64_t epoch, int32_t index) {
+  return CheckSlot(heap, batch, phase, epoch, index, LoadSlot(batch, index));
 }
 
 __device__ inline char* DensePage(const DeviceHeap& heap, const DeviceBatch& batch, uint32_t buffer,

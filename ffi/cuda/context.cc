@@ -12,8 +12,7 @@
 namespace symmkv {
 namespace {
 
-// How often the watcher looks; a failure on one rank reaches the kernels of another within two
-// looks.
+// How often the watcher looks; a failure on one rank reaches another's kernels within two looks.
 constexpr auto kWatchInterval = std::chrono::milliseconds(1);
 // Looks between two questions whether the peers live.
 constexpr int kLooksPerLife = 50;
@@ -223,8 +222,7 @@ void CudaContext::Leave() {
   }
   const OnDevice on(device_);
   // What is under way ends as it would have; what a replayed graph starts after that finds the heap
-  // gone, and what it started in between has ended with the second wait. Errors are those of the
-  // user's programs.
+  // gone, and what it started in between has ended with the second wait. Errors are the programs'.
   cudaDeviceSynchronize();
   const uint32_t gone = kGone;
   cudaMemcpyAsync(&heap_.state->status, &gone, sizeof gone, cudaMemcpyHostToDevice, stream_);

@@ -56,11 +56,10 @@ class CudaContext {
   // Close, in two steps, since a rank's memory must outlast its peers' kernels.
   // Waits for the device, makes later launches do nothing, tells the peers, unmaps their slabs.
   void Leave();
-  // Waits for the peers to leave, then frees the slab; kept until the process ends if one doesn't,
-  // or died.
+  // Waits for the peers to leave, then frees the slab; keeps it until the process ends if one
+  // doesn't, or died.
   void Close();
-  // In a forked child, where CUDA is not usable: lets go of the parent's files, and of nothing
-  // else.
+  // In a forked child, where CUDA is not usable: lets go of the parent's files and nothing else.
   void Abandon();
 
  private:

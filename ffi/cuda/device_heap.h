@@ -8,8 +8,7 @@
 
 namespace symmkv {
 
-// --- the slab of a GPU: layout.h's, and after the halves what the fused exchange needs
-// -------------
+// --- the slab of a GPU: layout.h's, and after the halves what the fused exchange needs ----------
 
 // A page is pushed in pieces, each with a data word that says it has come. How many is chosen per
 // batch; the words are laid out for the most.
@@ -60,8 +59,7 @@ struct DeviceLayout {
   constexpr uint64_t SlabNbytes() const { return PacketsOffset(0) + kNumHalves * PacketsNbytes(); }
 };
 
-// --- shared with the host
-// --------------------------------------------------------------------------
+// --- shared with the host -----------------------------------------------------------------------
 
 enum HeapStatus : uint32_t { kOpen = 0, kPoisoned = 1, kGone = 2 };
 

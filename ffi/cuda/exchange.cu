@@ -1,23 +1,22 @@
 // The fused exchange: publish, barrier and gather in one launch, by push.
 //
-//   enter     every block reads the epoch e-1, and counts itself; the last to do so advances the
+//   enter  Every block reads the epoch e-1, and counts itself; the last to do so advances the
 //   epoch,
-//             since from then on nobody needs the old one. Block 0 raises the arrive word of e at
-//             every peer: this rank's exchange e-1 has ended, so the peer may write what e-1 and
-//             before used.
-//   small     words of 8 bytes travel in packets that carry their flag; no other signal
-//   large     warps of the first half of each block push pieces of the own pages into the peers'
-//   staging,
-//             each followed by its data word (half, slot, piece); warps of the second half wait for
-//             the words of the peers' pieces and drain them into the dense buffer
-//   leave     block 0 has seen every peer's arrive word of e. So the next exchange of this rank,
-//   e+1, comes
-//             after every peer entered e, hence ended e-1: its half, that of e-1, is free at every
-//             peer.
+//          since from then on nobody needs the old one. Block 0 raises the arrive word of e at
+//          every peer: this rank's exchange e-1 has ended, so the peer may write what e-1 and
+//          before used.
+//   small  Words of 8 bytes travel in packets that carry their flag; no other signal.
+//   large  Warps of the first half of each block push pieces of the own pages into the peers'
+//          staging, each followed by its data word (half, slot, piece); warps of the second half
+//          wait for the words of the peers' pieces and drain them into the dense buffer.
+//   leave  Block 0 has seen every peer's arrive word of e. So the next exchange of this rank, e+1,
+//          comes after every peer entered e, hence ended e-1: its half, that of e-1, is free at
+//          every peer.
 //
-// Progress: a piece is pushed by the block of the same number that drains it, and pushing never
-// waits; so the lowest block that isn't finished anywhere can finish, however few blocks are
-// resident.
+// Progress: a piece is pushed by the block of the same number that drains it. Within a window of
+// the plan pushing never waits, and a block goes on to its next window when it has drained the one
+// before. So of the blocks that haven't finished anywhere, the lowest in the earliest window can go
+// on, however few blocks are resident.
 #include <algorithm>
 
 #include "ffi/cuda/batch.cuh"
@@ -51,8 +50,7 @@ __device__ inline Turn Enter(const DeviceHeap& heap, const DeviceBatch& batch) {
   return turn;
 }
 
-// --- small
-// ---------------------------------------------------------------------------------------------
+// --- small ---------------------------------------------------------------------------------------
 
 // 8 bytes of the batch: word `index` of all its slots.
 struct Word {
@@ -95,8 +93,8 @@ __device__ inline void ExchangePackets(const DeviceHeap& heap, const DeviceBatch
     }
   }
   bool alive = true;
-  for (uint32_t first = warp * 32; first < count;
-       first += stride) {  // whole warps, to wait together
+  // Whole warps, to wait together.
+  for (uint32_t first = warp * 32; first < count; first += stride) {
     const uint32_t i = first + threadIdx.x % 32;
     Word word{Slot{0, -1}, 0, 0};
     if (i < count) word = Locate(heap, batch, turn, i);
@@ -119,11 +117,9 @@ __device__ inline void ExchangePackets(const DeviceHeap& heap, const DeviceBatch
   }
 }
 
-// --- large
-// ---------------------------------------------------------------------------------------------
+// --- large ---------------------------------------------------------------------------------------
 
-// Into how many pieces each page is cut: the same on every rank, since it follows from the count of
-// pages.
+// Into how many pieces each page is cut: the same on every rank, as the count of pages is.
 __device__ inline uint32_t Pieces(const DeviceHeap& heap, int32_t num_current) {
   const uint32_t cp_size = heap.layout.geometry.cp_size;
   const uint64_t own_pages = (static_cast<uint64_t>(num_current) + cp_size - 1) / cp_size;
@@ -300,8 +296,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     ExchangePieces(heap, batch, turn, fingerprint);
   }
-  // Push warps, so that ranks that disagree on the batch learn of it while others wait for its
-  // pages.
+  // Push warps do it, so that ranks that disagree on the batch learn of it while others wait.
   if (meets) AwaitArrivals(heap, exchange, fingerprint, Phase::kExchange);
 }
 

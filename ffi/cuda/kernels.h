@@ -15,8 +15,7 @@ void LaunchGather(const DeviceHeap& heap, const DeviceBatch& batch, cudaStream_t
 // The three in one launch.
 void LaunchExchange(const DeviceHeap& heap, const DeviceBatch& batch, cudaStream_t stream);
 
-// Reads every peer's nonce through the mapping, into nonces[cp_size], and writes it back as
-// greeting.
+// Reads every peer's nonce through the mapping, into nonces[cp_size]; writes it back as greeting.
 void LaunchGreet(const DeviceHeap& heap, uint64_t* nonces, cudaStream_t stream);
 // Occupies the stream; for tests.
 void LaunchDelay(uint64_t delay_us, cudaStream_t stream);
@@ -26,8 +25,7 @@ void LaunchDelay(uint64_t delay_us, cudaStream_t stream);
 cudaError_t LoadBarrierKernels();
 cudaError_t LoadPagesKernels();
 cudaError_t LoadExchangeKernels();
-// Most blocks of an exchange on the current device; leaves room for other kernels, NCCL's among
-// them.
+// Most blocks of an exchange on the current device: other kernels, NCCL's too, must find room.
 cudaError_t MaxExchangeBlocks(uint32_t* num_blocks);
 
 }  // namespace symmkv

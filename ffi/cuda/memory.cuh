@@ -14,8 +14,8 @@ __device__ inline uint64_t LoadAcquire(const uint64_t* word) {
   return value;
 }
 
-// Release at system scope: after every earlier store of this thread, and of those it has
-// synchronised with.
+// Release at system scope: after every earlier store of this thread and of those it synchronised
+// with.
 __device__ inline void StoreRelease(uint64_t* word, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
@@ -42,8 +42,7 @@ __device__ inline uint64_t NowNs() {
   return ns;
 }
 
-// Loads that this thread has in flight before it stores the first: what hides the latency of
-// NVLink.
+// Loads that a thread has in flight before it stores the first: what hides the memory's latency.
 constexpr int kLoadsInFlight = 4;
 
 // Copies `nbytes`, a multiple of 16, from `from` to to(granule index, value), by threads `thread`

@@ -8,8 +8,7 @@
 
 namespace symmkv {
 
-// Throws std::runtime_error that names the operation, if it failed; CUDA's pending error is
-// cleared.
+// If it failed, throws std::runtime_error that names the operation; clears CUDA's pending error.
 void Check(cudaError_t error, const std::string& operation);
 
 // Makes a device current, and what was current before again.

@@ -6,16 +6,23 @@
 
 namespace symmkv {
 
-DeviceArray::DeviceArray(uint64_t nbytes) : nbytes_(nbytes) {
+DeviceArray::DeviceArray(uint64_t nbytes) : nbytes_(nbytes), owns_(true) {
   void* base = nullptr;
   Check(cudaMalloc(&base, nbytes), "cudaMalloc of " + std::to_string(nbytes) + " bytes");
   base_ = static_cast<char*>(base);
   Check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
 }
 
+DeviceArray::DeviceArray(const CudaContext& context, uint32_t rank)
+    : nbytes_(context.nbytes()), owns_(false) {
+  if (rank >= context.geometry().cp_size) throw std::invalid_argument("slab: no such rank");
+  base_ = context.device_heap().slab[rank];
+  Check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+}
+
 DeviceArray::~DeviceArray() {
   cudaStreamDestroy(stream_);
-  cudaFree(base_);
+  if (owns_) cudaFree(base_);
 }
 
 void DeviceArray::Write(uint64_t offset, const std::string& bytes) {

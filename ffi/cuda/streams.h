@@ -12,11 +12,13 @@
 
 namespace symmkv {
 
-// Bytes on the current device. Reads and writes go over a stream of their own, so that they wait
-// for no kernel.
+// Bytes on the current device, its own or a view of a slab. Reads and writes go over a stream of
+// their own, so that they wait for no kernel.
 class DeviceArray {
  public:
   explicit DeviceArray(uint64_t nbytes);
+  // A rank's slab as the context's GPU maps it; not to be used after the context has left.
+  DeviceArray(const CudaContext& context, uint32_t rank);
   ~DeviceArray();
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;
@@ -28,6 +30,7 @@ class DeviceArray {
 
  private:
   const uint64_t nbytes_;
+  const bool owns_;
   char* base_ = nullptr;
   cudaStream_t stream_ = nullptr;
 };

@@ -18,6 +18,12 @@ inline void BindStreams(nb::module_& m) {
         const std::string bytes = self.Read(offset, nbytes);
         return nb::bytes(bytes.data(), bytes.size());
       });
+  m.def(
+      "slab",
+      [](const CudaContext& context, uint32_t rank) {
+        return std::make_shared<DeviceArray>(context, rank);
+      },
+      nb::arg("context"), nb::arg("rank"), "A rank's slab as the context's GPU maps it.");
   nb::class_<Operands>(m, "Operands")
       .def(
           "__init__",

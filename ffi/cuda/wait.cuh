@@ -1,12 +1,11 @@
 // Waiting for peers, and what ends a wait that comes to nothing.
 //
-//   poison    a fault is recorded once: the thread that turns HeapState::status from open to
-//   poisoned writes
-//             it into HostWords, `failed` last (release). The host's watcher carries it to the
-//             peers.
-//   hear      the watcher sets `abort`, `died`, `closed` in pinned host memory. Reading it takes a
-//             microsecond of PCIe, so waits look only after a while and seldom; the status, in
-//             device memory, tells the other blocks.
+//   poison  A fault is recorded once: the thread that turns HeapState::status from open to poisoned
+//           writes it into HostWords, `failed` last (release). The host's watcher carries it to the
+//           peers.
+//   hear    The watcher sets `abort`, `died`, `closed` in pinned host memory. Reading it takes a
+//           microsecond of PCIe, so waits look only after a while and seldom; the status, in device
+//           memory, tells the other blocks.
 #pragma once
 
 #include "ffi/cuda/memory.cuh"
@@ -16,6 +15,16 @@ namespace symmkv {
 constexpr int kPollsPerLook = 64;
 constexpr uint64_t kFirstLookNs = 50'000;
 constexpr unsigned kWholeWarp = 0xffffffff;
+
+// The state as the kernels before left it, in two loads: every block wants this one line at once.
+__device__ inline HeapState LoadState(const DeviceHeap& heap) {
+  static_assert(offsetof(HeapState, published_epoch) == sizeof(uint4));
+  const uint4* const from = reinterpret_cast<const uint4*>(heap.state);
+  HeapState state;
+  reinterpret_cast<uint4*>(&state)[0] = __ldcg(from);
+  reinterpret_cast<uint4*>(&state)[1] = __ldcg(from + 1);
+  return state;
+}
 
 __device__ inline uint32_t Status(const DeviceHeap& heap) {
   // Volatile: another block may change it while this one waits.

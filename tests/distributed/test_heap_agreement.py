@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_symmkv as symmkv
 from jax_symmkv import HeapError, SymmetricHeap, _core
+from jax_symmkv.rendezvous import Rendezvous
 from tests import group
 from tests.reference import (
     MAX_CURRENT_PAGES,
@@ -241,6 +242,16 @@ def expect_fallback(log: Lines, failed: int, why: str) -> None:
     log.lines.clear()
 
 
+def check_cores() -> None:
+    """Ranks bound to a core each have them all, together: what decides whether waits may spin."""
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[jax.process_index() % len(cores)]
+    os.sched_setaffinity(0, {mine})
+    with Rendezvous("cores", list(range(jax.process_count()))) as rendezvous:
+        rendezvous.exchange({})
+        assert rendezvous.num_cores == min(len(cores), jax.process_count())
+
+
 def check_exit() -> None:
     """The interpreter ends with an open heap, and with exchanges in flight."""
     heap = create(transport="shm")
@@ -269,6 +280,10 @@ def test_variables_are_agreed_between_ranks() -> None:
 
 def test_shared_memory_that_fails_on_one_rank_is_used_by_none() -> None:
     run_ranks_of(__file__, "check_fallback", ranks=2)
+
+
+def test_cores_are_counted_over_all_ranks() -> None:
+    run_ranks_of(__file__, "check_cores", ranks=2)
 
 
 def test_end_of_the_processes_closes_the_heap() -> None:

@@ -13,6 +13,9 @@ import pytest
 from jax_symmkv import ComposePlan, compat
 
 GUARD_NBYTES = 4096
+# ffi/layout.h
+_HALVES_OFFSET = 12288
+_LINE_NBYTES = 128
 _GUARD = b"\xa5" * GUARD_NBYTES
 
 
@@ -128,6 +131,32 @@ class Group:
             buffers.append(body.reshape(self.num_dense_pages, nbytes))
         return buffers
 
+    def _halves(self) -> tuple[int, list[int]]:
+        """Bytes of a half, and where each buffer begins in it."""
+        sizes = [-(-self.num_slots * n // _LINE_NBYTES) * _LINE_NBYTES for n in self.page_nbytes]
+        return sum(sizes), [sum(sizes[:b]) for b in range(len(sizes))]
+
+    def fill_halves(self, value: int) -> None:
+        """Of every rank; what no exchange writes keeps the value."""
+        for rank in range(self.cp_size):
+            slab = self._module.slab(self.contexts[rank], rank)
+            slab.write(_HALVES_OFFSET, bytes([value]) * (2 * self._halves()[0]))
+
+    def written(self, rank: int, value: int) -> list[set[int]]:
+        """For each buffer the slots, of either half, with a byte that is not `value`; gaps must be."""
+        half_nbytes, begins = self._halves()
+        slab = self._module.slab(self.contexts[rank], rank)
+        raw = np.frombuffer(slab.read(_HALVES_OFFSET, 2 * half_nbytes), np.uint8)
+        found = []
+        ends = [*begins[1:], half_nbytes]
+        for nbytes, begin, end in zip(self.page_nbytes, begins, ends, strict=True):
+            both = raw.reshape(2, half_nbytes)[:, begin:end] != value
+            used = self.num_slots * nbytes
+            assert not both[:, used:].any(), "the gap behind a buffer's slots was written"
+            slots = both[:, :used].reshape(2, self.num_slots, nbytes)
+            found.append({int(slot) for slot in np.flatnonzero(slots.any(axis=(0, 2)))})
+        return found
+
     def exchange(self, ranks: Sequence[int] | None = None) -> None:
         for rank in range(self.cp_size) if ranks is None else ranks:
             self.streams[rank].exchange(self.contexts[rank], self.operands[rank])
@@ -156,5 +185,5 @@ class Group:
         return found
 
 
-Call = Callable[[Group], None]
+Call = Callable[..., None]
 CALLS: dict[str, Call] = {"exchange": Group.exchange, "three calls": Group.three_calls}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def assert_composed(group, after, what):
             assert not wrong.size, f"{what}: rank {rank}, buffer {b}: pages {wrong.tolist()} differ"
 
 
-@pytest.mark.parametrize("cp_size", [2, 3, 8])
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 @pytest.mark.parametrize(
     "page_nbytes, num_slots",
     [
@@ -93,6 +94,28 @@ def test_bytes(cp_size: int, page_nbytes: list[int], num_slots: int) -> None:
                 for requests in (1, max(1, count // 2)):
                     plan = a_plan(group, count, rng, requests=requests)
                     check_call(group, plan, call, rng)
+        group.assert_sound()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_staging_is_written_only_where_pages_go(call: str) -> None:
+    """Random bytes avoid one value; the slots that hold another one were written, and must be a page's."""
+    rng = np.random.default_rng(12)
+    untouched = 0x5A
+    with Group(3, 24, [73728, 528], 40) as group:
+        for num_pages in (17, 20):  # above the packets' limit
+            group.fill_halves(untouched)
+            group.write_plan(plan := a_plan(group, num_pages, rng))
+            for rank in range(3):
+                random = (rng.integers(0, 255, (40, n), np.uint8) for n in group.page_nbytes)
+                group.write(rank, [values + (values >= untouched) for values in random])
+            CALLS[call](group)
+            group.synchronize()
+            writer = np.asarray(plan.current_writer)[:num_pages]
+            for rank in range(3):
+                pulled = writer == rank if call == "three calls" else writer != rank
+                slots = set(np.flatnonzero(pulled).tolist())
+                assert group.written(rank, untouched) == [slots, slots]
         group.assert_sound()
 
 
@@ -119,6 +142,22 @@ def test_adversarial_delays(call: str, num_pages: int) -> None:
             CALLS[call](group)
         group.synchronize()
         assert_composed(group, after, call)
+        group.assert_sound()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_late_hosts(call: str) -> None:
+    """A rank's host is 10 ms late, in turn; the others' kernels wait on the GPU."""
+    rng = np.random.default_rng(13)
+    with Group(3, 32, [73728], 32) as group:
+        for i in range(60):
+            _, after = fill(group, a_plan(group, (32, 5, 0, 31)[i % 4], rng), rng)
+            late = i % 3
+            CALLS[call](group, {0, 1, 2} - {late})
+            time.sleep(0.01)
+            CALLS[call](group, [late])
+            group.synchronize()
+            assert_composed(group, after, f"{call} {i}, rank {late} late")
         group.assert_sound()
 
 
