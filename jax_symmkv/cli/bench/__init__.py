@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from jax_symmkv.cli.bench import options, report
-from jax_symmkv.cli.launch import EXIT_BAD_INPUT, run_ranks
+from jax_symmkv.cli.bench import gpu, options, platforms, ranks, report
+from jax_symmkv.cli.launch import EXIT_BAD_INPUT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Times compose, the three calls it is made of, XLA's psum and all_gather of the same pages, and a "
         "memcpy of the same bytes as the bound, on the CPUs of this machine; in one run, the variants in "
-        "turn. Every variant's bytes are checked first; exits with 1 if one is wrong."
+        "turn. Every variant's bytes are checked first; exits with 1 if one is wrong. On GPUs the bound "
+        "is a copy engine, and torch's NCCL and symmetric memory are timed where torch is installed."
+    )
+    parser.add_argument(
+        "--platform",
+        choices=options.PLATFORMS,
+        help="where to measure (default: gpu where there are GPUs and the CUDA transport, else cpu)",
     )
     parser.add_argument(
         "--ranks", type=int, default=2, metavar="N", help="processes that exchange (default: 2)"
@@ -30,15 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        job = options.parse(args)
         _check(args)
-        result, exit_code = _measure(job, args.ranks)
+        platform = platforms.choose(args.platform)
+        job = options.parse(args, platform)
+        measure = gpu.measure if platform == "gpu" else _measure
+        result, exit_code = measure(job, args.ranks)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     if exit_code:
         return exit_code
-    report.show(result)
+    (gpu.show if platform == "gpu" else report.show)(result)
     if args.json is not None:
         args.json.write_text(report.to_json(result))
     if args.plot is not None:
@@ -62,16 +68,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _measure(job: options.Options, num_ranks: int) -> tuple[dict[str, Any], int]:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "result.json")
-        ranks = run_ranks(
-            ["-m", "jax_symmkv.cli.bench.rank", *job.argv(), "--result", str(path)],
-            num_ranks,
-            devices_per_rank=1,
-            env={"JAX_PLATFORMS": "cpu"},
-            prefix=False,
-        )
-        if ranks.exit_code:
-            return {}, ranks.exit_code
-        command = options.shown_command(num_ranks, job)
-        return {"command": command, **json.loads(path.read_text())}, 0
+    result, exit_code = ranks.run(
+        "jax_symmkv.cli.bench.rank", job, num_ranks, {"JAX_PLATFORMS": "cpu"}
+    )
+    return {"command": options.shown_command(num_ranks, job), **result}, exit_code

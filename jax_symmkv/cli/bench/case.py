@@ -75,12 +75,26 @@ class Case:
 
 
 def make_case(nbytes: int, cp_size: int) -> Case:
-    """The case in which each rank receives about `nbytes`, in whole pages; exactly 0 for 0."""
+    """The case in which each rank receives about `nbytes`, in whole pages; exactly 0 for 0.
+
+    Where that is little the pages are smaller than PAGE_TOKENS.
+    """
     if nbytes == 0:
         return Case(cp_size, 1, 0)
     published_nbytes = nbytes / (cp_size - 1)
     page_tokens = PAGE_TOKENS
     while page_tokens > 1 and published_nbytes < _MIN_PAGES * page_tokens * TOKEN_NBYTES:
         page_tokens //= 2
+    return _case_of_pages(published_nbytes, cp_size, page_tokens)
+
+
+def make_full_page_case(nbytes: int, cp_size: int) -> Case:
+    """The same in pages of PAGE_TOKENS, however little that is: one page at least, or none for 0."""
+    if nbytes == 0:
+        return Case(cp_size, PAGE_TOKENS, 0)
+    return _case_of_pages(nbytes / (cp_size - 1), cp_size, PAGE_TOKENS)
+
+
+def _case_of_pages(published_nbytes: float, cp_size: int, page_tokens: int) -> Case:
     pages = max(1, round(published_nbytes / (page_tokens * TOKEN_NBYTES)))
     return Case(cp_size, page_tokens, pages)

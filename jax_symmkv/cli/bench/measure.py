@@ -30,7 +30,7 @@ def measure(
       float64 [repeats, variants], the same on every rank: µs an operation, on the slowest rank.
     """
     own_us = np.empty((repeats, len(variants)), np.float32)
-    with cores.restored(), _no_garbage_collection():
+    with cores.restored(), no_garbage_collection():
         counts = [_calibrate(variant, meet, cores) for variant in variants]
         for repeat in range(repeats):
             # In turn, so that whatever drifts hits all variants alike.
@@ -59,7 +59,7 @@ def _sample_us(variant: Variant, count: int, meet: Meet, cores: Cores) -> float:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-DEFAULT_SIZES = ("64kB", "256kB", "1MB", "4MB", "16MB", "64MB")
+PLATFORMS = ("cpu", "gpu")
+# On GPUs whole pages of 73,728 bytes.
+DEFAULT_SIZES = {
+    "cpu": ("64kB", "256kB", "1MB", "4MB", "16MB", "64MB"),
+    "gpu": ("73728B", "294912B", "1179648B", "4718592B", "9437184B", "37748736B"),
+}
 DEFAULT_REPEATS = 21
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -33,10 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         nargs="+",
-        default=DEFAULT_SIZES,
         metavar="SIZE",
-        help="what each rank receives in an exchange, as 64kB or 16MB, in decimal units "
-        f"(default: {' '.join(DEFAULT_SIZES)})",
+        help="what each rank receives in an exchange, as 64kB or 16MB, in decimal units (default: "
+        f"{' '.join(DEFAULT_SIZES['cpu'])}; on GPUs: {' '.join(DEFAULT_SIZES['gpu'])})",
     )
     parser.add_argument(
         "--repeats",
@@ -47,11 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse(args: argparse.Namespace) -> Options:
-    """Raises ValueError for a size or a number that can't be."""
+def parse(args: argparse.Namespace, platform: str) -> Options:
+    """The platform decides the default sizes.
+
+    Raises:
+      ValueError: a size or a number can't be.
+    """
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
-    return Options(tuple(parse_size(size) for size in args.sizes), args.repeats)
+    sizes = DEFAULT_SIZES[platform] if args.sizes is None else args.sizes
+    return Options(tuple(parse_size(size) for size in sizes), args.repeats)
 
 
 def parse_size(text: str) -> int:
@@ -76,6 +85,8 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes}B"
 
 
-def shown_command(num_ranks: int, options: Options) -> str:
+def shown_command(num_ranks: int, options: Options, *more: str) -> str:
     """For the record: without the names of files, which are of one machine."""
-    return " ".join(["python -m jax_symmkv bench --ranks", str(num_ranks), *options.argv()])
+    return " ".join(
+        ["python -m jax_symmkv bench", *more, "--ranks", str(num_ranks), *options.argv()]
+    )

@@ -16,13 +16,21 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from jax_symmkv.cli.bench.report import format_nbytes
 
 # name: label, color, line width
-_LOOKS: dict[str, tuple[str, str, float]] = {
-    "psum": ("XLA psum (Gloo)", "#c8553d", 1.8),
-    "all_gather": ("XLA all_gather (Gloo)", "#e09f3e", 1.8),
+_Looks = dict[str, tuple[str, str, float]]
+_LOOKS: _Looks = {
+    "psum": ("XLA psum ({library})", "#c8553d", 1.8),
+    "all_gather": ("XLA all_gather ({library})", "#e09f3e", 1.8),
+    "torch_all_reduce": ("torch all_reduce", "#8f2d56", 1.8),
+    "torch_all_gather": ("torch all_gather", "#b5838d", 1.8),
+    "torch_symm_mem": ("torch symmetric memory", "#5f8a4e", 1.8),
     "three_calls": ("publish, barrier, gather", "#7ba7bc", 1.8),
     "compose": ("compose", "#1d4e89", 2.8),
     "memcpy": ("memcpy of the same bytes", "#8a8a8a", 1.5),
+    "copy_engine": ("copy engine, the same bytes", "#8a8a8a", 1.5),
 }
+_COMPARED = ("psum", "all_gather", "torch_all_gather", "memcpy", "copy_engine")
+# What no exchange can beat.
+_BOUNDS = ("memcpy", "copy_engine")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -32,24 +40,41 @@ def draw(result: dict[str, Any], path: Path) -> None:
         figure, (times, ratios) = plt.subplots(
             1, 2, figsize=(12.5, 5.2), width_ratios=(1.25, 1), layout="constrained"
         )
-        _draw_times(times, cases)
-        _draw_ratios(ratios, cases)
-        versions = result["versions"]
+        looks = _looks(result)
+        _draw_times(times, cases, looks)
+        _draw_ratios(ratios, cases, looks)
         figure.suptitle(
-            f"One exchange of KV pages: {result['ranks']} ranks on {result['cores']} cores of "
-            f"{result['cpu_model']}, jax {versions['jax']}",
+            f"One exchange of KV pages: {result['ranks']} ranks on {_machine(result)}, "
+            f"jax {result['versions']['jax']}",
             fontsize=12,
         )
         figure.savefig(path, dpi=160)
         plt.close(figure)
 
 
-def _draw_times(axes: Axes, cases: list[dict[str, Any]]) -> None:
+def _looks(result: dict[str, Any]) -> _Looks:
+    """Of what was measured."""
+    library = "NCCL" if result.get("platform") == "gpu" else "Gloo"
+    measured = result["cases"][-1]["variants"]
+    return {
+        name: (label.format(library=library), color, width)
+        for name, (label, color, width) in _LOOKS.items()
+        if name in measured
+    }
+
+
+def _machine(result: dict[str, Any]) -> str:
+    if result.get("platform") == "gpu":
+        return f"{result['gpus']} x {result['device_kind']}"
+    return f"{result['cores']} cores of {result['cpu_model']}"
+
+
+def _draw_times(axes: Axes, cases: list[dict[str, Any]], looks: _Looks) -> None:
     nbytes = [case["received_nbytes"] for case in cases]
-    for name, (label, color, width) in _LOOKS.items():
+    for name, (label, color, width) in looks.items():
         runs = [case["variants"][name] for case in cases]
         low, high = zip(*(run["quartiles_us"] for run in runs), strict=True)
-        style = "--" if name == "memcpy" else "-"
+        style = "--" if name in _BOUNDS else "-"
         axes.fill_between(nbytes, low, high, color=color, alpha=0.18, linewidth=0)
         axes.plot(
             nbytes,
@@ -69,18 +94,18 @@ def _draw_times(axes: Axes, cases: list[dict[str, Any]]) -> None:
     axes.legend(frameon=False, loc="upper left")
 
 
-def _draw_ratios(axes: Axes, cases: list[dict[str, Any]]) -> None:
+def _draw_ratios(axes: Axes, cases: list[dict[str, Any]], looks: _Looks) -> None:
     nbytes = [case["received_nbytes"] for case in cases]
-    for name in ("psum", "all_gather", "memcpy"):
-        label, color, width = _LOOKS[name]
+    for name in (name for name in _COMPARED if name in looks):
+        label, color, width = looks[name]
         values = [
             case["variants"][name]["median_us"] / case["variants"]["compose"]["median_us"]
             for case in cases
         ]
-        style = "--" if name == "memcpy" else "-"
+        style = "--" if name in _BOUNDS else "-"
         axes.plot(nbytes, values, style, color=color, linewidth=width, marker="o", markersize=4.5)
         for x, value in zip(nbytes, values, strict=True):
-            text = f"{value:.0%}" if name == "memcpy" else f"{value:.1f}x"
+            text = f"{value:.0%}" if name in _BOUNDS else f"{value:.1f}x"
             axes.annotate(
                 text,
                 (x, value),

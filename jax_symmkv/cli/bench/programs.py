@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_symmkv as symmkv
 from jax_symmkv import compat
+from jax_symmkv.cli.bench import operands
 from jax_symmkv.cli.bench.case import Case, Words
 
 Compose = Callable[..., tuple[Any, jax.Array]]
@@ -45,23 +46,17 @@ class Exchange(Variant):
         self, name: str, exchange: Compose, case: Case, heap: symmkv.SymmetricHeap
     ) -> None:
         self.name = name
-        plan = case.plan(heap.max_current_pages)
-        self._expected = case.composed()
-        mine = np.full_like(self._expected, 0xEEEEEEEE)
-        own = np.asarray(plan.current_page)[np.asarray(plan.current_writer) == _rank(heap)]
-        mine[own] = self._expected[own]
-        if not case.num_pages:  # nothing may move
-            self._expected = mine
+        mine, self._expected = operands.exchanged(case, operands.rank_of(heap.mesh))
         dense = mine.view(jnp.bfloat16).reshape(case.num_slots, *case.page.shape)
-        self._dense = _shard(heap.mesh, dense)
-        self._plan = jax.device_put(plan, jax.NamedSharding(heap.mesh, P()))
+        self._dense = operands.shard(heap.mesh, dense)
+        self._plan = operands.replicate(heap.mesh, case.plan(heap.max_current_pages))
         self._loop = _make_exchange_loop(exchange, heap)
 
     def run(self, count: int) -> None:
         self._dense = jax.block_until_ready(self._loop(self._dense, self._plan, np.int32(count)))
 
     def is_right(self) -> bool:
-        return bool(np.array_equal(_local_words(self._dense), self._expected.ravel()))
+        return bool(np.array_equal(operands.local_words(self._dense), self._expected.ravel()))
 
 
 class Collective(Variant):
@@ -83,8 +78,8 @@ class Collective(Variant):
     ) -> None:
         self.name = name
         self._expected = expected
-        self._own = _shard(heap.mesh, own)
-        self._result = _shard(heap.mesh, np.zeros_like(expected))
+        self._own = operands.shard(heap.mesh, own)
+        self._result = operands.shard(heap.mesh, np.zeros_like(expected))
         self._loop = _make_collective_loop(collective, heap)
 
     def run(self, count: int) -> None:
@@ -93,34 +88,18 @@ class Collective(Variant):
         )
 
     def is_right(self) -> bool:
-        return bool(np.array_equal(_local_words(self._result), self._expected.ravel()))
+        return bool(np.array_equal(operands.local_words(self._result), self._expected.ravel()))
 
 
-def make_psum(case: Case, heap: symmkv.SymmetricHeap) -> Variant:
-    """XLA's all-reduce of the compact buffer: own pages in their slots, zeros in the others'."""
-    expected = _words(case)
-    writer = np.asarray(case.plan(heap.max_current_pages).current_writer)
-    # Of the one word that stands for no pages: rank 0.
-    mine = (writer if case.num_pages else np.zeros(1)) == _rank(heap)
-    compact = np.where(mine[:, None], expected, np.uint32(0))
-
-    def psum(own: jax.Array) -> jax.Array:
-        return compat.vary_alike([jax.lax.psum(own, "cp")], frozenset({"cp"}))[0]
-
-    return Collective("psum", psum, compact, expected, heap)
+def psum(own: jax.Array) -> jax.Array:
+    """XLA's all-reduce, of the compact buffer."""
+    return compat.vary_alike([jax.lax.psum(own, "cp")], frozenset({"cp"}))[0]
 
 
-def make_all_gather(case: Case, heap: symmkv.SymmetricHeap) -> Variant:
-    """XLA's all-gather of the pages that each rank publishes."""
-    own = _words(case)[: max(1, case.pages_per_rank)]
-    every = np.stack([own + np.uint32(rank) for rank in range(case.cp_size)])
-
-    def all_gather(own: jax.Array) -> jax.Array:
-        gathered: jax.Array = jax.lax.all_gather(own, "cp", tiled=True)
-        return gathered
-
-    expected = every.reshape(-1, own.shape[1])
-    return Collective("all_gather", all_gather, every[_rank(heap)], expected, heap)
+def all_gather(own: jax.Array) -> jax.Array:
+    """XLA's all-gather, of the pages that each rank publishes."""
+    gathered: jax.Array = jax.lax.all_gather(own, "cp", tiled=True)
+    return gathered
 
 
 class Memcpy(Variant):
@@ -151,17 +130,19 @@ class Memcpy(Variant):
 
 
 def make_variants(case: Case, heap: symmkv.SymmetricHeap, compose: Compose) -> Iterator[Variant]:
+    rank = operands.rank_of(heap.mesh)
     yield Exchange("compose", compose, case, heap)
-    yield Exchange("three_calls", _three_calls, case, heap)
-    yield make_psum(case, heap)
-    yield make_all_gather(case, heap)
+    yield Exchange("three_calls", three_calls, case, heap)
+    yield Collective("psum", psum, *operands.compact(case, rank), heap)
+    yield Collective("all_gather", all_gather, *operands.published(case, rank), heap)
     if case.num_pages:
         yield Memcpy(case)
 
 
-def _three_calls(
+def three_calls(
     dense: jax.Array, plan: symmkv.ComposePlan, ticket: jax.Array, *, heap: symmkv.SymmetricHeap
 ) -> tuple[Any, jax.Array]:
+    """What compose does in one."""
     ticket = symmkv.publish(dense, plan, ticket, heap=heap)
     ticket = symmkv.barrier(ticket, heap=heap)
     return symmkv.gather(dense, plan, ticket, heap=heap)
@@ -179,7 +160,7 @@ def _make_exchange_loop(exchange: Compose, heap: symmkv.SymmetricHeap) -> Callab
         composed, _ = jax.lax.fori_loop(0, count, body, (dense, symmkv.new_ticket(heap)))
         return composed
 
-    return _jit(loop, heap, (P("cp"), P(), P()), P("cp"), donate=(0,))
+    return jit_on_ranks(loop, heap, (P("cp"), P(), P()), P("cp"), donate=(0,))
 
 
 def _make_collective_loop(
@@ -196,38 +177,16 @@ def _make_collective_loop(
         looped: tuple[jax.Array, ...] = jax.lax.fori_loop(0, count, body, (own, result))
         return looped
 
-    return _jit(loop, heap, (P("cp"), P("cp"), P()), (P("cp"), P("cp")), donate=(0, 1))
+    return jit_on_ranks(loop, heap, (P("cp"), P("cp"), P()), (P("cp"), P("cp")), donate=(0, 1))
 
 
-def _jit(
-    loop: Callable[..., Any],
+def jit_on_ranks(
+    body: Callable[..., Any],
     heap: symmkv.SymmetricHeap,
     in_specs: Any,
     out_specs: Any,
     donate: tuple[int, ...],
 ) -> Callable[..., Any]:
-    sharded = jax.shard_map(loop, mesh=heap.mesh, in_specs=in_specs, out_specs=out_specs)
+    """Jits a function of each rank's shards."""
+    sharded = jax.shard_map(body, mesh=heap.mesh, in_specs=in_specs, out_specs=out_specs)
     return jax.jit(sharded, donate_argnums=donate)
-
-
-# --- arrays --------------------------------------------------------------------------------------
-
-
-def _words(case: Case) -> Words:
-    """What the collectives move; one word for no pages."""
-    return case.composed() if case.num_pages else np.full((1, 1), 7, np.uint32)
-
-
-def _rank(heap: symmkv.SymmetricHeap) -> int:
-    return [d.process_index for d in heap.mesh.devices.flat].index(jax.process_index())
-
-
-def _shard(mesh: jax.sharding.Mesh, local: np.ndarray) -> jax.Array:
-    array: jax.Array = jax.make_array_from_process_local_data(
-        jax.NamedSharding(mesh, P("cp")), local
-    )
-    return array
-
-
-def _local_words(x: jax.Array) -> Words:
-    return np.asarray(x.addressable_shards[0].data).view(np.uint32).ravel()

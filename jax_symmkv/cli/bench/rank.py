@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import Mesh
 
 import jax_symmkv as symmkv
-from jax_symmkv.cli.bench import environment, options
+from jax_symmkv.cli.bench import environment, options, record
 from jax_symmkv.cli.bench.case import Case, make_case
 from jax_symmkv.cli.bench.measure import Meet, measure
 from jax_symmkv.cli.bench.placement import Cores
@@ -35,7 +34,7 @@ def main(argv: Sequence[str], compose: Compose = symmkv.compose) -> int:
     options.add_arguments(parser)
     parser.add_argument("--result", type=Path, required=True, help="JSON, written by rank 0")
     args = parser.parse_args(argv)
-    job = options.parse(args)
+    job = options.parse(args, "cpu")
     claim_stdout()
     progress = Console(sys.stderr if jax.process_index() == 0 else None)
     mesh = Mesh(np.array(jax.devices()), ("cp",))
@@ -46,13 +45,13 @@ def main(argv: Sequence[str], compose: Compose = symmkv.compose) -> int:
     records: list[dict[str, Any]] = []
     with progress.progress("measuring", len(cases), "sizes") as advance:
         for case in cases:
-            transport, record, wrong = _run_case(case, mesh, compose, job.repeats, cores)
+            transport, measured, wrong = _run_case(case, mesh, compose, job.repeats, cores)
             if wrong:
                 size = format_nbytes(case.received_nbytes)
                 progress.line(f"FAILED: wrong bytes from {', '.join(wrong)}, {size} a rank")
                 return 1
             result["transport"] = transport
-            records.append(record)
+            records.append(measured)
             advance()
     if jax.process_index() == 0:
         args.result.write_text(json.dumps(result | {"cases": records}))
@@ -72,7 +71,8 @@ def _run_case(
         times_us = measure(variants, repeats, meet, cores)
         heap.check()
         meet()  # a rank that closes early is an error to the others
-        return heap.transport, _record(case, variants, times_us), []
+        names = [variant.name for variant in variants]
+        return heap.transport, record.record(case, names, times_us), []
 
 
 def _wrong(variants: Sequence[Variant], meet: Meet) -> list[str]:
@@ -84,31 +84,6 @@ def _wrong(variants: Sequence[Variant], meet: Meet) -> list[str]:
         wrong[i] = not variant.is_right()
     on_any = from_every_process(wrong).max(axis=0)
     return [variant.name for variant, bad in zip(variants, on_any, strict=True) if bad]
-
-
-def _record(
-    case: Case, variants: Sequence[Variant], times_us: npt.NDArray[np.float64]
-) -> dict[str, Any]:
-    return {
-        "received_nbytes": case.received_nbytes,
-        "published_nbytes": case.published_nbytes,
-        "page_nbytes": case.page_nbytes if case.num_pages else 0,
-        "pages_published": case.pages_per_rank,
-        "variants": {
-            variant.name: _statistics(times_us[:, i]) for i, variant in enumerate(variants)
-        },
-    }
-
-
-def _statistics(samples_us: npt.NDArray[np.float64]) -> dict[str, Any]:
-    low, median, high = np.percentile(samples_us, (25, 50, 75))
-    return {
-        "median_us": round(float(median), 3),
-        "quartiles_us": [round(float(low), 3), round(float(high), 3)],
-        "min_us": round(float(samples_us.min()), 3),
-        "max_us": round(float(samples_us.max()), 3),
-        "samples_us": [round(float(sample), 3) for sample in samples_us],
-    }
 
 
 if __name__ == "__main__":

@@ -36,27 +36,34 @@ _NOTES = (
 
 
 def show(result: dict[str, Any]) -> None:
-    rows = [table_row(case) for case in result["cases"]]
-    for line in heading(result):
-        print(line)
-    print()
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-        _print_rich(rows)
-    else:
-        print("\n".join(plain_table((COLUMNS, *rows))))
-    print()
-    for line in _NOTES:
-        print(line)
-
-
-def heading(result: dict[str, Any]) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return [
-        f"$ {result['command']}",
-        f"{result['date']}; {versions}",
+    where = (
         f"{result['cpu_model']}, {result['cores']} cores; {result['ranks']} ranks over "
-        f"{result['transport']}, {result['placement']}; {result['repeats']} samples each",
-    ]
+        f"{result['transport']}, {result['placement']}; {result['repeats']} samples each"
+    )
+    rows = [table_row(case) for case in result["cases"]]
+    show_tables(result, where, [(COLUMNS, *rows)], _NOTES)
+
+
+def show_tables(
+    result: dict[str, Any],
+    where: str,
+    tables: Sequence[Sequence[tuple[str, ...]]],
+    notes: Sequence[str],
+) -> None:
+    """Prints what was run, where, and the tables, each with the names of its columns as first row."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    print(f"$ {result['command']}")
+    print(f"{result['date']}; {versions}")
+    print(where)
+    print()
+    for table in tables:
+        if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+            _print_rich(table)
+        else:
+            print("\n".join(plain_table(table)))
+        print()
+    for line in notes:
+        print(line)
 
 
 def table_row(case: dict[str, Any]) -> tuple[str, ...]:
@@ -96,15 +103,17 @@ def format_us(us: float) -> str:
 
 
 def _print_rich(rows: Sequence[tuple[str, ...]]) -> None:
+    """The first row names the columns."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in COLUMNS:
+    names, *rest = rows
+    for name in names:
         style = "bold green" if name.startswith(("compose", "vs", "of")) else None
         table.add_column(name, justify="right", style=style, no_wrap=True)
-    for row in rows:
+    for row in rest:
         table.add_row(*row)
     console = Console()
     # A table that is cut at the edge says nothing; let the terminal wrap it.
