@@ -153,7 +153,7 @@ def test_measure_without_torch_has_the_jax_variants_and_the_reason(monkeypatch):
     result, exit_code = gpu.measure(options.Options((73728,), 3), 2)
     assert exit_code == 0 and result["left_out"] == ["torch: not installed"]
     assert result["command"] == (
-        "python -m jax_symmkv bench --platform gpu --ranks 2 --sizes 73728B --repeats 3"
+        "python -m jax_symmkv bench --platform gpu --ranks 2 --sizes 73.728kB --repeats 3"
     )
 
 
